@@ -25,7 +25,7 @@ from typing import Any
 
 from machine import build_parser, write
 
-from hfgolf.data.file_hashes import SETTLED_SECONDS
+from hfgolf.data.cache_folder import SETTLED_SECONDS
 
 _LINES_AT_ONCE = 100_000
 

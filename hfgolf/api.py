@@ -35,7 +35,8 @@ from transformers import (
 
 from hfgolf.config.parse import ResolvedConfig, as_resolved, find_config, load_config, read_yaml, shipped_base
 from hfgolf.config.sections import DataSection, RunConfig
-from hfgolf.data.files import cache_folder, require_paths
+from hfgolf.data.cache_folder import cache_folder
+from hfgolf.data.files import require_paths
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.hooks import standard_hooks
 from hfgolf.model.modeling_golf import GolfForCausalLM

@@ -19,8 +19,8 @@ from accelerate import PartialState
 
 from hfgolf.commands.evaluate_text import evaluation_precision
 from hfgolf.evaluate.context import evaluation_length
-from hfgolf.publish.card_edits import add_task_results
 from hfgolf.publish.load import load_exported
+from hfgolf.publish.model_card import add_task_results
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.record import read_json
 from hfgolf.system.durable import list_files, write_text

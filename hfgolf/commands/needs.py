@@ -17,8 +17,8 @@ from transformers import PreTrainedModel
 
 from hfgolf.config.sections import RunConfig
 from hfgolf.data import token_cache
+from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.corpus import load_corpus
-from hfgolf.data.files import cache_folder
 from hfgolf.data.token_stream import open_stream, stream_path
 from hfgolf.data.tokenizer import embedding_rows, find_tokenizer
 from hfgolf.measure.flops import TokenFlops, token_flops

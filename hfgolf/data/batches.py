@@ -1,14 +1,7 @@
-"""From a token stream to batches: the data order, the DataLoader, and the copy to the device.
-
-Owns the data order, a pure function of the seed and the number of blocks read so far. Does not know text, tokenizers or
-files.
+"""From a token stream to batches: the data order, a pure function of seed and blocks read; the loader; the device.
 
 B batch, T time (sequence_length). A block is T + 1 tokens: T inputs and their T targets. Each epoch cuts the stream
-into consecutive blocks, so each token is a target once, except a few at the end that do not fill a block. The first
-epoch starts at token 0. Every later epoch starts at a random offset below T, so that repeated text is cut at other
-places. Its last block may wrap around the end of the stream, which starts with an end-of-text token as it should.
-
-The first blocks of a training may be segmented: made of shorter segments from different places (see Segments).
+into consecutive blocks, so each token is a target once, except a few at the end that do not fill a block.
 """
 
 from __future__ import annotations
@@ -26,12 +19,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from hfgolf.data.token_stream import Stream
 from hfgolf.system.errors import UserError
 
 Batch = dict[str, torch.Tensor]
@@ -40,21 +34,6 @@ Ranges = Sequence[Sequence[int]]
 IGNORED = -100  # the label of a position that the loss does not count, as F.cross_entropy has it
 _HAS_SHM = Path("/dev/shm").is_dir()  # workers pass their batches through it
 _WORKER_TIMEOUT_SECONDS = 120  # per batch; the first one includes the start of the workers
-
-
-class Stream(Protocol):
-    """What this module needs from a token stream (token_stream.TokenStream implements it)."""
-
-    def __len__(self) -> int: ...
-    @property
-    def tokens(self) -> np.ndarray: ...
-    @property
-    def piece_tokens(self) -> np.ndarray: ...
-    @property
-    def piece_bytes(self) -> np.ndarray: ...
-    @property
-    def is_target(self) -> np.ndarray | None: ...
-    def read(self, indices: np.ndarray) -> np.ndarray: ...
 
 
 def num_blocks(num_tokens: int, sequence_length: int) -> int:
@@ -103,8 +82,9 @@ def as_ranges(positions: np.ndarray) -> list[list[int]]:
 def block_starts(seed: int | None, positions: np.ndarray, num_blocks: int, sequence_length: int) -> np.ndarray:
     """Return the token index at which each block in `positions` starts, (blocks,) int64.
 
-    A pure function of its arguments. Each epoch is a new permutation of the `num_blocks` blocks, or, if seed is None,
-    the blocks as they lie.
+    Each epoch is a new permutation of the `num_blocks` blocks, or, if seed is None, the blocks as they lie. The first
+    starts at token 0, each later one at a random offset below T, so that repeated text is cut at other places. Its last
+    block may wrap around the end of the stream, which starts with an end-of-text token as it should.
     """
     epochs, places_in_epoch = np.divmod(positions, num_blocks)
     starts = np.empty(len(positions), np.int64)
@@ -223,7 +203,6 @@ class MicroBatches(Dataset[Batch]):
 
 
 def _targets(is_target: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    """Return the mask of the labels of the parts that start at `starts`, (parts, length) uint8."""
     return is_target.take(starts[:, None] + np.arange(1, length + 1), mode="wrap")
 
 
@@ -368,7 +347,6 @@ def device_prefetch(batches: Iterable[Batch], device: torch.device | str) -> Ite
 
 
 def _read_ahead(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Yield the batches; one thread makes the next one."""
     iterator = iter(batches)
     # the thread need not choose a GPU: pinning uses the one that this process has (pytorch#21081)
     with ThreadPoolExecutor(1, "batches") as thread:

@@ -1,17 +1,8 @@
-r"""Case operators: capital letters as operators and lower-case letters, inside the tokenizer, without loss.
+r"""Case operators: `The USA, iPhone` becomes `^the& usa, i^phone`, inside the tokenizer, without loss.
 
-`The USA, iPhone` becomes `^the& usa, i^phone`: ^ (U+0001) makes a capital of the next letter, & (U+0002) of all letters
-of the next word. An operator stands before the space in front of a word, so that ` usa` and ` the` are entries that
-lower-case text uses, too. The letters are A to Z; all others stay as they are. U+0001 to U+0003 in a text are spelled
-U+0003 and a digit. Source: the record #1855 of Parameter Golf, whose operators are private-use characters in front of
-words.
-
-The transform is a normalizer and a decoder of the tokenizers library, so it is in tokenizer.json: whoever encodes or
-decodes with that file applies it. An operator is one byte of a byte-level vocabulary and stands for no byte of the
-text, so the bytes of a token are its others (see tokenizer.entry_bytes).
-
-A piece of a document is encoded by itself. Only if a piece ends inside a word, in 4,096 characters without a space or
-newline, may the tokens of both pieces decode together to another case than one after the other.
+^ (U+0001) makes a capital of the next letter, & (U+0002) of all letters of the next word. An operator stands before the
+space in front of a word, so that ` the` is an entry that lower-case text uses, too. U+0001 to U+0003 in a text are
+spelled U+0003 and a digit. Only A to Z change. Source: the record #1855 of Parameter Golf.
 """
 
 from __future__ import annotations
@@ -31,7 +22,12 @@ _SPLIT = r"'(?:[sdmt]|ll|ve|re)|[\x01\x02]? ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|
 
 
 def add_case_operators(tokenizer: Tokenizer) -> None:
-    """Put the transform into a byte-level BPE tokenizer that is not trained yet."""
+    """Put the transform into a byte-level BPE tokenizer that is not trained yet, as a normalizer and a decoder.
+
+    An operator is one byte of the vocabulary and stands for no byte of the text (see tokenizer.entry_bytes). Each piece
+    of a document is encoded by itself: only if one ends inside a word, in 4,096 characters without a space or newline,
+    may the tokens of two pieces decode together to another case than one after the other.
+    """
     tokenizer.normalizer = normalizers.Sequence(
         [
             normalizers.Prepend("\n"),  # tokenizers 0.23 panics later if something is inserted at the very start

@@ -1,18 +1,14 @@
 """Conversations as documents of the token cache, with a mask of the tokens that the assistant writes.
 
-Owns the chat template of tokenizers that have none, and which tokens are the assistant's: those of its turns and the
-special token that ends each turn, so that a model learns to stop. Everything else is only context. Rows are read by
-corpus.
-
-A conversation is encoded as transformers' apply_chat_template does, with one exception: a special token that a message
-spells stays text, so a conversation cannot contain a turn that nobody took.
+The assistant's are those of its turns and the special token that ends each turn, so that a model learns to stop. A
+conversation is encoded as apply_chat_template does, except that a special token which a message spells stays text.
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 from jinja2 import TemplateError
@@ -20,8 +16,7 @@ from tokenizers import Encoding, Tokenizer
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hfgolf.data.messages import Messages, is_learned
-from hfgolf.data.token_stream import StreamPart
+from hfgolf.data.documents import Messages, is_learned
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import first_line
 
@@ -80,6 +75,14 @@ def stop_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     return list(dict.fromkeys(ids + ends))
 
 
+class EncodedConversation(NamedTuple):
+    """A conversation as tokens, which of them the loss counts, and the raw UTF-8 bytes of their text."""
+
+    ids: list[int]
+    is_target: np.ndarray
+    num_bytes: int
+
+
 class ConversationEncoder:
     """Encodes conversations with a tokenizer's chat template."""
 
@@ -94,12 +97,12 @@ class ConversationEncoder:
         self._backend.no_padding()
         self._backend.no_truncation()
 
-    def encode(self, rows: list[tuple[str, Messages]]) -> StreamPart:
+    def encode(self, rows: list[tuple[str, Messages]]) -> list[EncodedConversation]:
         """Return conversations, given with their names, as tokens; each starts a separator."""
         rendered = [self._render(name, messages) for name, messages in rows]
         parts = [text.split(_CUT) for text, _ in rendered]
         encodings = iter(self._encode_parts(list(itertools.chain(*parts))))
-        all_ids, all_targets, num_tokens, num_bytes = [], [], [], []
+        found = []
         for (text, turns), part in zip(rendered, parts, strict=True):
             ids: list[int] = []
             offsets, begin = [], 0
@@ -111,16 +114,9 @@ class ConversationEncoder:
             is_target = _is_inside(np.concatenate(offsets), turns)
             if not ids or ids[0] != self._separator:
                 ids, is_target = [self._separator, *ids], np.append(False, is_target)
-            all_ids.append(np.array(ids, np.uint32))
-            all_targets.append(is_target)
-            num_tokens.append(len(ids))
-            num_bytes.append(sum(self._text_bytes(text[start:end]) for start, end in turns))
-        return StreamPart(
-            np.concatenate([np.zeros(0, np.uint32), *all_ids]),
-            np.array(num_tokens, np.uint32),
-            np.array(num_bytes, np.uint32),
-            np.concatenate([np.zeros(0, bool), *all_targets]),
-        )
+            learned = "".join(self._is_special.sub("", text[start:end]) for start, end in turns)
+            found.append(EncodedConversation(ids, is_target, len(learned.replace(_CUT, "").encode())))
+        return found
 
     def encode_prompt(self, messages: Messages) -> list[int]:
         """Return a conversation as tokens, up to where the assistant's next turn begins."""
@@ -134,7 +130,6 @@ class ConversationEncoder:
         return self._backend.encode_batch(parts, add_special_tokens=False)
 
     def _render(self, name: str, messages: Messages) -> tuple[str, list[_Span]]:
-        """Return the text of a conversation and the assistant's turns in it."""
         try:
             text, turns = self._text_and_turns(self._escaped(messages))
             if not turns:
@@ -180,15 +175,11 @@ class ConversationEncoder:
         return turn
 
     def _escaped(self, messages: Messages) -> Messages:
-        """Return messages with a cut in each special token that they spell."""
 
         def escaped(content: str) -> str:
             return self._is_special.sub(lambda match: match[0][:1] + _CUT + match[0][1:], content)
 
         return [{"role": message["role"], "content": escaped(message["content"])} for message in messages]
-
-    def _text_bytes(self, turn: str) -> int:
-        return len(self._is_special.sub("", turn).replace(_CUT, "").encode())
 
 
 def _reason(error: Exception) -> str:

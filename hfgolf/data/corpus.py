@@ -1,7 +1,6 @@
 """A corpus: its sources and its split into train and validation.
 
-Owns the identity of a corpus and the split. Which files there are is in `files`, what a file holds in `documents`.
-Does not know tokens.
+Which files there are is in `files`, what a file holds in `documents`. Does not know tokens.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import pyarrow as pa
 
 from hfgolf.config.sections import DataSection
+from hfgolf.data.cache_folder import cache_folder, file_hashes, file_state
 from hfgolf.data.documents import Document, content_column, hub_revision, read_file, read_hub
-from hfgolf.data.file_hashes import file_hashes, file_state
-from hfgolf.data.files import SourceFile, cache_folder, match_files, named_files, stdlib_files
+from hfgolf.data.files import SourceFile, match_files, named_files, stdlib_files
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter, RowWriter
 from hfgolf.data.tables import TABLES
 from hfgolf.system.errors import UserError
@@ -197,23 +196,18 @@ def load_corpus(data: DataSection) -> Corpus:
         listed = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in files if file.split == split]
         identity["files" if split is None else "val_files"] = listed
     if data.source == "shards":
-        _warn_of_copies(files, hashes)
+        trained = {hashes[file.path]: file.name for file in files if file.split is None}
+        for file in files:
+            if file.split == "val" and (copy := trained.get(hashes[file.path])):
+                logger.warning(
+                    "data.val_files: %s has the same content as %s, which trains; its loss does not show how good the"
+                    " model is on new text",
+                    file.name,
+                    copy,
+                )
         identity["separator_id"] = data.separator_id
         identity["val_bytes"] = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in bytes_files]
     return Corpus(identity, data, tuple(files), tuple(bytes_files), tuple(states[f.path] for f in files))
-
-
-def _warn_of_copies(files: Sequence[SourceFile], hashes: Mapping[Path, str]) -> None:
-    """Warn of validation shards that train, too, under other names. The documents of other files are compared."""
-    trained = {hashes[file.path]: file.name for file in files if file.split is None}
-    for file in files:
-        if file.split == "val" and (copy := trained.get(hashes[file.path])):
-            logger.warning(
-                "data.val_files: %s has the same content as %s, which trains; its loss does not show how good the"
-                " model is on new text",
-                file.name,
-                copy,
-            )
 
 
 def _is_all_in_one_split(data: DataSection, files: Sequence[SourceFile]) -> bool:
@@ -227,15 +221,17 @@ def _is_all_in_one_split(data: DataSection, files: Sequence[SourceFile]) -> bool
 
 def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the differences between two identities: "field (old -> new)", or "files (a.txt and 2 more)" for lists."""
-    changed = [name for name in {**now, **before} if before.get(name) != now.get(name)]
-    return [_change(name, before.get(name), now.get(name)) for name in changed]
-
-
-def _change(name: str, before: Any, now: Any) -> str:
-    if isinstance(before, list) and isinstance(now, list):
-        entries = [entry for entry in now if entry not in before] + [entry for entry in before if entry not in now]
-        names = join_words(dict.fromkeys(entry[0] for entry in entries), maximum=1)
-        return f"{name} ({names})" if names else name
-    if isinstance(now, dict) or name.endswith("sha256"):
-        return name  # hashes mean nothing to a reader
-    return f"{name} ({before} -> {now})"
+    changes = []
+    for name in {**now, **before}:
+        old, new = before.get(name), now.get(name)
+        if old == new:
+            continue
+        if isinstance(old, list) and isinstance(new, list):
+            entries = [entry for entry in new if entry not in old] + [entry for entry in old if entry not in new]
+            names = join_words(dict.fromkeys(entry[0] for entry in entries), maximum=1)
+            changes.append(f"{name} ({names})" if names else name)
+        elif isinstance(new, dict) or name.endswith("sha256"):
+            changes.append(name)  # hashes mean nothing to a reader
+        else:
+            changes.append(f"{name} ({old} -> {new})")
+    return changes

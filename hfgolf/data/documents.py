@@ -1,10 +1,7 @@
 """Documents: the text, the token ids or the messages in one file, or in a dataset of the Hub.
 
-Owns formats and compressions. A document is (name, fixed split or None, blocks of text, token ids or messages); its
-name is the same on every machine. Does not know which files there are, nor the split of what has no fixed one.
-
-Why not fsspec for compressed files: its zstd accepts a truncated file without an error (it read 262,144 of 600,000
-bytes).
+Owns formats and compressions, and what a value may be. Does not know which files there are, nor templates or tokens.
+fsspec does not decompress here, because its zstd takes a truncated file (it read 262,144 of 600,000 bytes).
 """
 
 from __future__ import annotations
@@ -29,18 +26,34 @@ from typing import Any
 import pyarrow as pa
 
 from hfgolf.config.sections import DataSection
-from hfgolf.data.files import TEXTS, SourceFile, log_skipped, require_text
-from hfgolf.data.messages import read_messages, require_unicode
-from hfgolf.data.other_formats import is_utf8, not_text, other_encoding
+from hfgolf.data.files import TEXTS, SourceFile, is_utf8, log_skipped, not_text, require_text
 from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Column, Row, row_name
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import first_line, join_words, shortened
 
 Document = tuple[str, str | None, Any]
+"""Its name, the same on every machine; its split if that is fixed; its blocks of text, token ids or messages."""
+Messages = list[dict[str, Any]]
+"""A conversation: [{"role": str, "content": str}, ...], with "weight": 0 in a turn that the loss leaves out."""
 Opener = Callable[[], Any]
 
 BLOCK_BYTES = 1 << 20
 _ROWS_PER_BATCH = 1000  # of the Hub's
+_DECOMPRESSED: dict[str, Callable[[Any], Any]] = {
+    "": lambda file: file,
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    # zstandard's own reader accepts a truncated frame, and reads only the first of several frames
+    ".zst": lambda file: pa.input_stream(file, compression="zstd"),
+}
+_ROLES = {
+    **{role: role for role in ("system", "user", "assistant")},
+    **dict.fromkeys(("human", "prompter"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
+}
+_ABSENT: tuple[object, ...] = (None, "", [], {})
+"""Values of fields that a table has because other rows fill them."""
 
 
 def read_file(file: SourceFile, data: DataSection, scratch: Path) -> Iterator[Document]:
@@ -63,7 +76,7 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path) -> Iterato
     try:
         archive = zipfile.ZipFile(file.path)
     except (OSError, zipfile.BadZipFile) as error:
-        raise UserError(f"{file.path} cannot be read ({first_line(error)}); check the file.") from error
+        raise _unreadable(file, error) from error
     with archive:
         entries = {
             SourceFile(f"{file.name}/{entry.filename}", file.path / entry.filename, file.split): entry
@@ -94,22 +107,6 @@ def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path) ->
         yield file.name, file.split, _text_blocks(file, opener)
 
 
-def read_hub(data: DataSection) -> Iterator[Document]:
-    """Yield the rows of the Hub dataset that `data` names. Raises UserError if it cannot be reached or read."""
-    name = str(data.hub_name)
-    yield from _documents(_hub_rows(data, content_column(data)), SourceFile(name, Path(name)), data)
-
-
-_DECOMPRESSED: dict[str, Callable[[Any], Any]] = {
-    "": lambda file: file,
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    # zstandard's own reader accepts a truncated frame, and reads only the first of several frames
-    ".zst": lambda file: pa.input_stream(file, compression="zstd"),
-}
-
-
 def _text_blocks(file: SourceFile, opener: Opener) -> Iterator[str]:
     """Decode a file as strict UTF-8 with unchanged newlines, about a megabyte at a time.
 
@@ -134,12 +131,30 @@ def _text_blocks(file: SourceFile, opener: Opener) -> Iterator[str]:
     except UnicodeDecodeError as error:
         offset = num_bytes - pending + error.start
         raise UserError(
-            f"{file.path} is not UTF-8 (byte {offset}: {error.reason}); {other_encoding(error)}."
+            f"{file.path} is not UTF-8 (byte {offset}: {error.reason}); {_other_encoding(error)}."
         ) from error
     except Exception as error:  # each compression library has its own exceptions for a damaged file
         raise _unreadable(file, error) from error
     if is_empty:
         raise UserError(f"{file.path} has no text in it; remove it or add text to it.")
+
+
+def _other_encoding(error: UnicodeDecodeError) -> str:
+    """Return what the bytes around one that is not UTF-8 tell of the encoding, and how to convert it."""
+    block = error.object
+    if error.reason == "unexpected end of data":
+        return "its last character is cut, or in another encoding; restore the end of the file, or convert it"
+    high = [byte for byte in block if byte >= 0x80]
+    good = sum(len(character.encode()) for character in block.decode("utf-8", "ignore") if character >= "\x80")
+    if good > len(high) / 2:
+        return "most of it is UTF-8, so these bytes are damaged; `iconv -c -f UTF-8 -t UTF-8 OLD > NEW` leaves them out"
+    if block.count(0) > len(block) / 100:
+        return "it is probably not text; remove it"
+    if len(high) < len(block) / 3:
+        name = "WINDOWS-1252" if any(0x80 <= byte < 0xA0 for byte in high) else "ISO-8859-1"
+        other = "Windows-1252" if name == "WINDOWS-1252" else "Latin-1"
+        return f"it is probably {other}; convert it with `iconv -f {name} -t UTF-8 OLD > NEW`"
+    return "find its encoding, such as GB18030 or Shift_JIS, and convert it with `iconv -f IT -t UTF-8 OLD > NEW`"
 
 
 @contextmanager
@@ -167,41 +182,44 @@ def _unreadable(file: SourceFile, error: Exception) -> UserError:
     return UserError(f"{file.path} cannot be read ({first_line(error)}); check the file.")
 
 
-def _hub_rows(data: DataSection, column: Column) -> Iterator[Row]:
+def read_hub(data: DataSection) -> Iterator[Document]:
+    """Yield the rows of the Hub dataset that `data` names. Raises UserError if it cannot be reached or read."""
     from datasets import load_dataset
 
+    name, column = str(data.hub_name), content_column(data)
     try:  # with streaming, the text is on disk only as pieces while the cache is built; the rows are the same
-        table: Any = load_dataset(str(data.hub_name), data.hub_config, split=data.hub_split, streaming=data.streaming)
+        table: Any = load_dataset(name, data.hub_config, split=data.hub_split, streaming=data.streaming)
     except Exception as error:
-        raise UserError(_hub_message(data, error)) from error
-    for batch in table.iter(batch_size=_ROWS_PER_BATCH):
-        steps = column.steps(batch, data.hub_name)
-        yield from ((None, value, steps[1:]) for value in batch[steps[0]])
+        raise _unreachable(data, error) from error
+
+    def rows() -> Iterator[Row]:
+        for batch in table.iter(batch_size=_ROWS_PER_BATCH):
+            steps = column.steps(batch, name)
+            yield from ((None, value, steps[1:]) for value in batch[steps[0]])
+
+    yield from _documents(rows(), SourceFile(name, Path(name)), data)
 
 
 def hub_revision(data: DataSection) -> str:
     """Return the hash that `datasets` computes for the dataset's files (offline: for the copy in its cache)."""
     from datasets import load_dataset_builder
 
-    _require_literal(str(data.hub_name))
-    try:
-        return str(load_dataset_builder(str(data.hub_name), data.hub_config).hash)
-    except Exception as error:
-        raise UserError(_hub_message(data, error)) from error
-
-
-def _require_literal(name: str) -> None:
-    """Raise UserError if `datasets` would take the name of a folder as a pattern, and read another folder's files."""
-    if os.path.isdir(name) and glob.has_magic(os.path.abspath(name)):
+    name = str(data.hub_name)
+    if os.path.isdir(name) and glob.has_magic(os.path.abspath(name)):  # it would read another folder's files
         raise UserError(
             f"data.hub_name: {os.path.abspath(name)!r} has one of []*? in it, which `datasets` takes as a pattern; name"
             " its files in data.files, or rename the folder."
         )
+    try:
+        return str(load_dataset_builder(name, data.hub_config).hash)
+    except Exception as error:
+        raise _unreachable(data, error) from error
 
 
-def _hub_message(data: DataSection, error: Exception) -> str:
+def _unreachable(data: DataSection, error: Exception) -> UserError:
     name = f"{data.hub_name!r} (data.hub_config {data.hub_config}, data.hub_split {data.hub_split})"
-    return f"data.hub_name: cannot load {name}: {first_line(error)} Check the name, the network and `hf auth login`."
+    reason = first_line(error)
+    return UserError(f"data.hub_name: cannot load {name}: {reason} Check the name, the network and `hf auth login`.")
 
 
 def content_column(data: DataSection) -> Column:
@@ -212,8 +230,19 @@ def content_column(data: DataSection) -> Column:
     return Column("text_column", data.text_column)
 
 
+def _require_unicode(text: str) -> None:
+    """Raise ValueError for half a surrogate pair, which JSON can spell and no encoding of Unicode can hold."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"holds half of a surrogate pair ({shortened(text[error.start])} at character {error.start}), which is no"
+            " character; write it again from its source"
+        ) from None
+
+
 def _read_text(text: str) -> tuple[str, ...]:
-    require_unicode(text)
+    _require_unicode(text)
     return (text,) if text else ()
 
 
@@ -224,15 +253,49 @@ def _read_ids(ids: list[Any]) -> list[int]:
     return ids
 
 
+def _read_messages(row: list[Any]) -> Messages:
+    """Return OpenAI's {"role", "content", "weight"} or ShareGPT's {"from", "value", "weight"} in OpenAI's form."""
+    return [_read_message(number, message) for number, message in enumerate(row)]
+
+
+def _read_message(number: int, message: Any) -> dict[str, Any]:
+    if not isinstance(message, dict):
+        raise ValueError(f"holds {type(message).__name__} as message {number}, not role and content")
+    role_key, content_key = ("role", "content") if message.get("role") is not None else ("from", "value")
+    role, content = message.get(role_key), message.get(content_key)
+    if not isinstance(role, str) or not role:
+        raise ValueError(f"has message {number} without a role (or from)")
+    if role not in _ROLES:
+        raise ValueError(f"has {role_key} {shortened(role)} in message {number}; allowed: {join_words(_ROLES)}")
+    for key, value in message.items():
+        if key not in (role_key, content_key, "weight") and value not in _ABSENT:
+            raise ValueError(
+                f"has {shortened(key)} in message {number}, which cannot be trained on; leave it or such rows out"
+            )
+    if not isinstance(content, str):
+        raise ValueError(f"has {type(content).__name__} as {content_key} of message {number}, not text")
+    _require_unicode(content)
+    weight, is_assistant = message.get("weight"), _ROLES[role] == "assistant"
+    if weight is not None and (type(weight) not in (int, float) or weight not in (0, 1)):
+        raise ValueError(f"has weight {shortened(weight)} in message {number}; allowed: 0 and 1")
+    if weight == 1 and not is_assistant:
+        raise ValueError(f"has weight 1 in message {number} of {role}; only the assistant's turns can be trained on")
+    return {"role": _ROLES[role], "content": content} | ({"weight": 0} if weight == 0 and is_assistant else {})
+
+
+def is_learned(message: dict[str, Any]) -> bool:
+    """Return whether the loss counts a message."""
+    return message["role"] == "assistant" and "weight" not in message
+
+
 _CONTENTS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
     "text_column": (str, "text", _read_text),
     "ids_column": (list, "a list of token ids", _read_ids),
-    "messages_column": (list, "a list of messages", read_messages),
+    "messages_column": (list, "a list of messages", _read_messages),
 }
 
 
 def _other_column(value: Any) -> str:
-    """Return which key is for such a value, as the end of a message."""
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(value, str):
         return "; name a column of text by data.text_column"

@@ -1,13 +1,12 @@
-"""Copies of what is named by URL: http through the standard library, all other protocols through fsspec.
+"""The network: copies of what is named by URL, and whether the Hub answers. Does not know what the files hold.
 
-A URL is downloaded once, and a glob of URLs listed once; later starts need no network. Delete the copy to download it
-again. Does not know what the files hold.
-
-Why not fsspec for http, too: it needs aiohttp, which nothing else here installs.
+A URL is downloaded once, and a glob of URLs listed once; later starts need no network. fsspec reads all protocols but
+http, for which it needs aiohttp, which nothing else here installs.
 """
 
 from __future__ import annotations
 
+import functools
 import glob
 import hashlib
 import json
@@ -19,7 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, cast
 
-from hfgolf.data.lock import locked
+from hfgolf.data.cache_folder import locked
 from hfgolf.system.durable import replace_file, write_text
 from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact
@@ -116,3 +115,26 @@ def _fetch(url: str, key: str, path: Path) -> None:
         shutil.copyfileobj(answer, file)
         if answer.length:  # http.client does not raise for this
             raise OSError(f"the connection ended {answer.length:,} bytes before the end of the file")
+
+
+@functools.cache
+def is_cached_only(name: str, file: str = "config.json") -> bool:
+    """Return whether the Hub does not answer, but a file of a repository is in the cache; False for a folder.
+
+    Asks only once: transformers asks for each file of a repository, for 25 seconds each. Raises the error of the
+    request if the file is not in the cache, either.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if Path(name).is_dir():
+        return False
+    try:
+        get_hf_file_metadata(hf_hub_url(name, file))
+    except Exception as error:  # of httpx, or of a proxy
+        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+            return False  # it answers, and transformers says what is wrong
+        if not isinstance(try_to_load_from_cache(name, file), str):
+            raise
+        return True
+    return False

@@ -1,16 +1,18 @@
 """The files that a corpus consists of: paths, globs and URLs resolved, and what each is called on every machine.
 
-Owns names and endings, and which files of a folder count. Does not read them.
+Owns names and endings, which files of a folder count, and what first bytes tell of a file that is not text.
 """
 
 from __future__ import annotations
 
+import codecs
 import fnmatch
 import glob
 import itertools
 import json
 import logging
 import os
+import re
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -20,8 +22,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from hfgolf.config.sections import DataSection
+from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.downloads import download, list_urls
-from hfgolf.data.other_formats import not_text
 from hfgolf.data.tables import BINARY_TABLES, TABLES
 from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact
@@ -36,6 +38,30 @@ NOT_TEXT = {
 }
 _RUN_FILES = {"config.yaml", "metadata.json"}  # what tells a run's folder
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_OFFICE = {".docx": "a Word document", ".odt": "an OpenDocument text", ".epub": "an EPUB book"}
+_SHEETS = {".xlsx": "an Excel sheet", ".ods": "an OpenDocument sheet"}
+_PDF = "is a PDF, not text; convert it with `pdftotext`, and name the .txt file"
+_FORMATS: tuple[tuple[bytes, str], ...] = (
+    (rb"%PDF-", _PDF),
+    (rb"PK\x03\x04|PK\x05\x06", "is a zip archive, not text; name it .zip, or unpack it"),
+    (rb"\xd0\xcf\x11\xe0", "is an old Office document, not text; save it as plain text or CSV"),
+    (rb"\x1f\x8b", "is compressed by gzip; give its name the ending .gz"),
+    (rb"BZh[1-9]1AY&SY", "is compressed by bzip2; give its name the ending .bz2"),
+    (rb"\xfd7zXZ\0", "is compressed by xz; give its name the ending .xz"),
+    (rb"\x28\xb5\x2f\xfd", "is compressed by zstd; give its name the ending .zst"),
+    (rb"7z\xbc\xaf|Rar!\x1a", "is an archive, not text; unpack it, and name the folder"),
+    (rb"(?s).{257}ustar", "is a tar archive, not text; unpack it, and name the folder"),
+    (rb"PAR1", "is a Parquet file; give its name the ending .parquet"),
+    (rb"ARROW1|\xff\xff\xff\xff", "is an Arrow file; give its name the ending .arrow"),
+    (rb"SQLite format 3\0", "is an SQLite database, not text; write its table of text to a .csv file"),
+    (rb"\x89HDF|\x93NUMPY|\x80[\x02-\x05]", "holds a program's numbers or objects, not text; write its text to a file"),
+    (rb"\xff\xd8\xff|\x89PNG|GIF8[79]a|II\*\0|MM\0\*", "is a picture, not text; read its text with an OCR program"),
+    (
+        rb"(?s)ID3|\xff[\xf2\xf3\xfb]|OggS|fLaC|RIFF|.{4}ftyp|\x1a\x45\xdf\xa3",
+        "is sound or a video, not text; transcribe it",
+    ),
+    (rb"\x7fELF|MZ.\0|\xcf\xfa\xed\xfe", "is a program, not text"),
+)
 
 logger = logging.getLogger(__name__)
 
@@ -124,19 +150,27 @@ def is_url(name: str) -> bool:
     return "://" in name and not os.path.lexists(name)
 
 
-def find_paths(name: str) -> list[str]:
-    """Return the paths that a name stands for: its own if it exists, as it is written, or else what it matches.
+def _find_paths(name: str, key: str) -> tuple[list[str], bool]:
+    """Return the paths that a name stands for, and whether it is a glob: a path that exists is taken as it is written.
 
-    In a glob, folders that exist are literal, too: with a folder `data[1]`, `data[1]/*.txt` is about its files.
+    In a glob, folders that exist are literal, too: with a folder `data[1]`, `data[1]/*.txt` is about its files. Raises
+    UserError if nothing matches, or if it is neither a file nor a folder.
     """
     for path in (name, os.path.expanduser(name)):
+        if os.path.isfile(path) or os.path.isdir(path):
+            return [path], False
+        if os.path.islink(path) and not os.path.exists(path):
+            raise UserError(f"{key}: {path!r} is a link to {os.readlink(path)!r}, which does not exist; mend it.")
         if os.path.lexists(path):
-            return [path]
+            raise UserError(f"{key}: {path!r} is a pipe, socket or device, and text is read twice; write it to a file.")
     folder, rest = os.path.split(path)
     while folder and not os.path.isdir(folder):
         folder, last = os.path.split(folder)
         rest = os.path.join(last, rest)
-    return sorted(glob.glob(os.path.join(glob.escape(folder), rest), recursive=True))
+    paths = sorted(glob.glob(os.path.join(glob.escape(folder), rest), recursive=True))
+    if not paths:
+        raise UserError(f"{key}: no file matches {name!r} (in {Path.cwd()}); give a file, a folder, a glob or a URL.")
+    return paths, True
 
 
 def require_paths(data: DataSection) -> None:
@@ -145,21 +179,17 @@ def require_paths(data: DataSection) -> None:
     Reads the first bytes of files that are named one by one, and imports little.
     """
     for field in ("files", "val_files"):
-        for name in getattr(data, field):
-            if is_url(name):
-                continue
-            if not (paths := find_paths(name)):
-                raise _no_match(f"data.{field}", name)
-            if os.path.isdir(paths[0]) or paths[0] not in (name, os.path.expanduser(name)):
-                continue
-            _require_file(paths[0], f"data.{field}")
+        for name in itertools.filterfalse(is_url, getattr(data, field)):
+            paths, is_glob = _find_paths(name, f"data.{field}")
             file = SourceFile(name, Path(paths[0]))
             ending, compression = file.endings
-            if data.source != "shards" and not (compression or ending in (".zip", *BINARY_TABLES)):
-                require_text(file, f"data.{field}")
-                with suppress(OSError), open(file.path, "rb") as content:  # match_files says why
-                    if problem := not_text(content.read(1 << 12), file.path):
-                        raise UserError(f"data.{field}: {file.path} {problem}.")
+            is_packed = compression or ending in (".zip", *BINARY_TABLES)
+            if is_glob or file.path.is_dir() or data.source == "shards" or is_packed:
+                continue
+            require_text(file, f"data.{field}")
+            with suppress(OSError), open(file.path, "rb") as content:  # match_files says why
+                if problem := not_text(content.read(1 << 12), file.path):
+                    raise UserError(f"data.{field}: {file.path} {problem}.")
 
 
 def require_text(file: SourceFile, key: str) -> None:
@@ -170,35 +200,14 @@ def require_text(file: SourceFile, key: str) -> None:
 
 def _match(name: str, key: str, data: DataSection) -> list[str]:
     """Return the files that a path, a folder or a glob stands for, in an order that does not depend on the machine."""
-    paths = find_paths(name)
-    if not paths:
-        raise _no_match(key, name)
-    if paths[0] not in (name, os.path.expanduser(name)):
-        return _glob_files(paths, name, key)
-    if os.path.isdir(paths[0]):
+    paths, is_glob = _find_paths(name, key)
+    if not is_glob:
         kinds = SHARDS if data.source == "shards" else (*TABLES, *TEXTS, ".zip")
-        return _folder_files(paths[0], key, cache_folder(data), kinds)
-    _require_file(paths[0], key)
-    return paths
-
-
-def _require_file(path: str, key: str) -> None:
-    if not os.path.exists(path):
-        raise UserError(f"{key}: {path!r} is a link to {os.readlink(path)!r}, which does not exist; mend it.")
-    if not os.path.isfile(path):
-        raise UserError(f"{key}: {path!r} is a pipe, socket or device, and text is read twice; write it to a file.")
-
-
-def _no_match(key: str, pattern: str) -> UserError:
-    return UserError(f"{key}: no file matches {pattern!r} (in {Path.cwd()}); give a file, a folder, a glob or a URL.")
-
-
-def _glob_files(paths: list[str], name: str, key: str) -> list[str]:
-    """Return the files among a glob's matches. An empty one is an error if it is named, but not here."""
+        return _folder_files(paths[0], key, cache_folder(data), kinds) if os.path.isdir(paths[0]) else paths
     files = [path for path in paths if os.path.isfile(path)]
     if not files:
         raise UserError(f"{key}: {name!r} matches only folders; name one of them, such as {paths[0]!r}.")
-    filled = [path for path in files if os.path.getsize(path)] or files
+    filled = [path for path in files if os.path.getsize(path)] or files  # an empty file is an error only if it is named
     skipped = {"empty": sorted({*files} - {*filled}), "not a file": sorted({*paths} - {*files})}
     log_skipped(key, name, len(filled), skipped)
     return filled
@@ -257,7 +266,6 @@ def _folder_files(folder: str, key: str, cache: Path, kinds: Iterable[str]) -> l
 
 
 def _saved_tables(folder: Path, key: str) -> list[str]:
-    """Return the Arrow files of a dataset that `save_to_disk` wrote, in order."""
     try:
         state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
         paths = [str(folder / file["filename"]) for file in state["_data_files"]]
@@ -267,6 +275,11 @@ def _saved_tables(folder: Path, key: str) -> list[str]:
         if not os.path.isfile(path):
             raise UserError(f"{key}: {path} is missing, which {folder / 'state.json'} lists; copy the folder again.")
     return paths
+
+
+@cache  # once per process: text is identified several times
+def _log_once(message: str) -> None:
+    logger.info("%s", message)
 
 
 def log_skipped(key: str, where: str, num_used: int, skipped: Mapping[str, Sequence[str]]) -> None:
@@ -280,18 +293,31 @@ def _listed(skipped: Mapping[str, Sequence[str]]) -> str:
     return f"; skipped: {', '.join(parts)}" if parts else ""
 
 
-@cache  # text is identified several times
-def _log_once(message: str) -> None:
-    logger.info("%s", message)
+def not_text(start: bytes, path: Path) -> str | None:
+    """Return what a file that begins with these bytes is and what to do, as the end of a sentence; None for text."""
+    if b"\0" not in start and is_utf8(start[:4096]):
+        return _PDF if start.startswith(b"%PDF-") else None
+    ending = path.suffix.lower()
+    if start.startswith(b"PK") and ending in _OFFICE:
+        return f"is {_OFFICE[ending]}, not text; convert it with `pandoc -t plain`, and name the .txt file"
+    if start.startswith(b"PK") and ending in _SHEETS:
+        return f"is {_SHEETS[ending]}, not text; save it as CSV"
+    for pattern, problem in _FORMATS:
+        if re.match(pattern, start):
+            return problem
+    if start.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
+        return "is UTF-32, not UTF-8; convert it with `iconv -f UTF-32 -t UTF-8 OLD > NEW`"
+    start = start[:1000]
+    halves = start[::2], start[1::2]  # Latin letters in UTF-16 without a mark are UTF-8 with zeros
+    is_utf16 = len(start) >= 8 and any(half.count(0) > 0.9 * len(half) for half in halves) and any(start)
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or is_utf16:
+        return "is UTF-16, not UTF-8; convert it with `iconv -f UTF-16 -t UTF-8 OLD > NEW`"
+    return None
 
 
-def cache_folder(data: DataSection) -> Path:
-    """Return data.cache_dir or its default, creating it if needed. Raises UserError if it cannot be created."""
-    from huggingface_hub.constants import HF_HOME
-
-    path = Path(data.cache_dir or Path(HF_HOME) / "hfgolf").expanduser()
+def is_utf8(start: bytes) -> bool:
     try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"data.cache_dir: cannot create {path} ({error.strerror}); name a writable folder.") from error
-    return path
+        codecs.getincrementaldecoder("utf-8")().decode(start)  # its last character may be cut
+    except UnicodeDecodeError:
+        return False
+    return True

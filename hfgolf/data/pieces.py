@@ -1,7 +1,6 @@
 """Pieces: documents cut to a bounded length, stored as rows of an Arrow file that `datasets` maps into memory.
 
-Owns the cutting. Nothing downstream ever sees a longer text, however long the document. Does not know source files or
-tokens.
+Nothing downstream ever sees a longer text, however long the document. Does not know source files or tokens.
 """
 
 from __future__ import annotations

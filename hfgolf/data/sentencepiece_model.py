@@ -1,11 +1,7 @@
-"""SentencePiece *.model files as fast tokenizers that return SentencePiece's own ids.
-
-Owns the conversion: pieces, merges and what SentencePiece does to a text before it looks for pieces. transformers
-converts the pieces, too, but not the handling of spaces. Needs protobuf, which wandb brings along; if the package
-sentencepiece is installed, the ids of both are compared on a text that holds every piece.
+"""SentencePiece *.model files as fast tokenizers with the same ids; transformers does not convert spaces.
 
 Two differences remain: of equally good unigram segmentations the libraries may choose another one, and tokenizers'
-nmt_nfkc drops a combining mark after a ligature. Bytes per token rest on the ids that were used, whatever they are.
+nmt_nfkc drops a combining mark after a ligature. Needs protobuf, which wandb brings along.
 """
 
 from __future__ import annotations

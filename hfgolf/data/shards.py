@@ -1,9 +1,7 @@
 """Tokens that another program wrote, in shards: mapped where they are, checked, never copied to the cache.
 
-Owns four formats: ids after 256 int32 (magic 20240520 and version 1 for 16 bits, 20240801 and 7 for 32, the number of
-tokens, zeros); ids and nothing else, as nanoGPT writes them; datatrove's .ds; and NumPy's .npy. The width of an id is
-what the file states or, if it states nothing, what its values prove. Owns the bytes of text that validation tokens
-stand for, too. Does not know text.
+Owns the formats (docs/data.md has them), and the bytes of text that validation tokens stand for. The width of an id is
+what the file states or, if it states nothing, what its values prove.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ import numpy as np
 from hfgolf.data.corpus import Corpus
 from hfgolf.data.files import SHARDS
 from hfgolf.data.sentencepiece_model import SPACE
-from hfgolf.data.token_stream import Chunks
+from hfgolf.data.token_stream import Stream
 from hfgolf.data.tokenizer import embedding_rows, entry_bytes
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import first_line, join_words
@@ -33,7 +31,7 @@ _PROVEN, _DOUBTFUL = 0.99, 0.25  # shares of values; a few ids may be wrong, whi
 
 
 @dataclass(frozen=True, eq=False)
-class ShardStream(Chunks):
+class ShardStream(Stream):
     """The tokens of some shards, one after the other, memory-mapped. Reads like a TokenStream.
 
     piece_tokens, piece_bytes: (num_pieces,) tokens and raw UTF-8 bytes of each document, which a separator begins; of
@@ -99,27 +97,24 @@ def open_shard(path: Path, vocab_size: int = 2**16) -> np.ndarray:
     header = np.fromfile(path, "<i4", HEADER_BYTES // 4)
     magic = int(header[0]) if len(header) else 0
     if magic in _HEADERS:
-        return _open_with_header(path, size, header)
+        known, width = _HEADERS[magic]
+        if len(header) < HEADER_BYTES // 4 or header[1] != known:
+            version = header[1] if len(header) > 1 else "none"
+            raise _refusal(path, f"has version {version} in its header; only {known} is known")
+        count = int(header[2])
+        expected = HEADER_BYTES + width * count
+        if count < 1 or size != expected:
+            stated = f"{count:,} tokens, {expected:,} bytes with its header"
+            raise _refusal(path, f"states {stated}, but has {size:,} bytes; copy it again")
+        return np.memmap(path, f"<u{width}", "r", offset=HEADER_BYTES, shape=count)
     if len(header) == HEADER_BYTES // 4 and magic and not header[3:].any():  # ids are not all 0
-        known = join_words(_HEADERS, last=" and ")
-        raise _refusal(path, f"has the magic number {magic} in its header; known are {known}")
+        raise _refusal(
+            path, f"has the magic number {magic} in its header; known are {join_words(_HEADERS, last=' and ')}"
+        )
     width = _stated_width(path) or (_proven_width(path, size, vocab_size) if size else 2)
     if not size or size % width:
         raise _refusal(path, f"has {size} bytes, not a whole number of {8 * width}-bit ids; write it again")
     return np.memmap(path, f"<u{width}", "r")
-
-
-def _open_with_header(path: Path, size: int, header: np.ndarray) -> np.ndarray:
-    known, width = _HEADERS[int(header[0])]
-    if len(header) < HEADER_BYTES // 4 or header[1] != known:
-        version = header[1] if len(header) > 1 else "none"
-        raise _refusal(path, f"has version {version} in its header; only {known} is known")
-    count = int(header[2])
-    expected = HEADER_BYTES + width * count
-    if count < 1 or size != expected:
-        stated = f"{count:,} tokens, {expected:,} bytes with its header"
-        raise _refusal(path, f"states {stated}, but has {size:,} bytes; copy it again")
-    return np.memmap(path, f"<u{width}", "r", offset=HEADER_BYTES, shape=count)
 
 
 def _stated_width(path: Path) -> int | None:
@@ -140,7 +135,9 @@ def _proven_width(path: Path, size: int, vocab_size: int) -> int:
     If ids are wider than they are read, every second value is 0, or as good as. Text has nothing like it. Raises
     UserError if the values leave it open.
     """
-    values, found = _sample(path, size), []
+    places = {0, size // 2 // 8 * 8, max(0, size // 8 * 8 - _SAMPLE_BYTES)} if size > 3 * _SAMPLE_BYTES else {0}
+    count = (_SAMPLE_BYTES if len(places) > 1 else size) // 2
+    values, found = np.concatenate([np.fromfile(path, "<u2", count, offset=place) for place in sorted(places)]), []
     pairs = values[: len(values) // 2 * 2].reshape(-1, 2)
     pairs = pairs[pairs.any(axis=1)]
     is_big_endian = len(pairs) >= _MIN_EVIDENCE and np.mean(pairs[:, 0] == 0) > _DOUBTFUL  # and of 32 bits
@@ -161,13 +158,6 @@ def _proven_width(path: Path, size: int, vocab_size: int) -> int:
     raise _refusal(
         path, f"{problem}; they may be big-endian, or of another tokenizer; numpy.save as .npy tells the width"
     )
-
-
-def _sample(path: Path, size: int) -> np.ndarray:
-    """Return the 16-bit values of the start, the middle and the end of a file."""
-    places = {0, size // 2 // 8 * 8, max(0, size // 8 * 8 - _SAMPLE_BYTES)} if size > 3 * _SAMPLE_BYTES else {0}
-    count = (_SAMPLE_BYTES if len(places) > 1 else size) // 2
-    return np.concatenate([np.fromfile(path, "<u2", count, offset=place) for place in sorted(places)])
 
 
 def _open_array(path: Path) -> np.ndarray:

@@ -1,15 +1,7 @@
 """Write the tokens of a corpus: text, rows of ids or conversations, by `Dataset.map` to a dataset per split.
 
-Owns the encoding, some rows at a time, and the order of the tokens. Does not know where the folder is.
-
-A split is one stream of tokens: for each document, an end-of-text token, what the tokenizer itself puts in front of a
-text (`document_start`), and then the document's ids. So end-of-text separates documents and gives each document's first
-token a context. A row is a piece of a document: its `input_ids` (these included) and `num_bytes`, its raw UTF-8 bytes,
-so that an evaluation on some of the pieces knows their exact bytes.
-
-Rows of ids: a separator in a row ends a document, so packed rows fall into their documents; a row itself starts one,
-too. The bytes of a document are those of the text that its tokens decode to. Nobody knows the text it was made from, so
-the ids are compared with those that the tokenizer makes of that text.
+A split is one stream of tokens: for each document, what begins it (`tokenizer.document_start`) and then its ids. A row
+is a piece of a document: its `input_ids` (these included) and `num_bytes`, its raw UTF-8 bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -32,9 +24,8 @@ from transformers import PreTrainedTokenizerFast
 from hfgolf.data.case_operators import has_case_operators
 from hfgolf.data.chat import ConversationEncoder
 from hfgolf.data.corpus import SPLITS, Corpus
-from hfgolf.data.messages import is_learned
+from hfgolf.data.documents import is_learned
 from hfgolf.data.pieces import ROWS_PER_BATCH, evenly_sampled, texts
-from hfgolf.data.token_stream import StreamPart
 from hfgolf.data.tokenizer import (
     Encoder,
     build_encoder,
@@ -50,7 +41,6 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 10
-_PATIENCE_SECONDS = 60  # with at most 2 MB of text, which take a second or two
 _ROUND_TRIP_BYTES = 2**18  # evenly sampled validation text to decode once, in about a tenth of a second
 
 
@@ -70,22 +60,24 @@ def write_streams(
 
     Raises UserError if a row does not fit the tokenizer, or if a split is empty.
     """
-    from datasets import DatasetDict
+    from datasets import DatasetDict, Features, List, Value
 
-    encode = partial(_encode_patiently, build_encoder(tokenizer, kind))
+    encode = partial(_encode_interruptibly, build_encoder(tokenizer, kind))
     is_chat, is_ids = corpus.data.messages_column is not None, corpus.data.ids_column is not None
     rows = corpus.write_rows(scratch / "rows") if is_chat or is_ids else pieces()
     size = embedding_rows(tokenizer)
-    encode_rows: Callable[[Any], StreamPart] = partial(_encode_texts, tokenizer, encode)
-    if is_chat:
-        encode_rows = partial(_encode_conversations, ConversationEncoder(tokenizer))
-    elif is_ids:
-        encode_rows = partial(_begin_ids, tokenizer, size)
     dtype = "uint16" if size <= 2**16 else "uint32"
+    encode_rows: Callable[[Any], dict[str, Any]] = partial(_encode_texts, tokenizer, encode, dtype)
+    features = {"input_ids": List(Value(dtype)), "num_bytes": Value("uint32")}
+    if is_chat:
+        encode_rows = partial(_encode_conversations, ConversationEncoder(tokenizer), dtype)
+        features["is_target"] = List(Value("uint8"))
+    elif is_ids:
+        encode_rows = partial(_begin_ids, tokenizer, size, dtype)
     tokens: dict[str, Dataset] = {}
     for split in SPLITS:
-        path = scratch / f"{split}-tokens.arrow"
-        tokens[split] = _map(f"tokenizing {split}", rows[split], encode_rows, dtype, is_chat, path, fingerprint)
+        options = {"cache_file_name": str(scratch / f"{split}-tokens.arrow"), "new_fingerprint": fingerprint}
+        tokens[split] = _map(f"tokenizing {split}", rows[split], encode_rows, features=Features(features), **options)
         corpus.require_text(split, len(tokens[split]))
         if is_chat and (num_skipped := len(rows[split]) - len(tokens[split])):
             counts = split, num_skipped, len(rows[split])
@@ -97,35 +89,22 @@ def write_streams(
     if is_chat:
         sample = [message["content"] for row in rows["val"][:ROWS_PER_BATCH]["content"] for message in json.loads(row)]
         return find_tokenizer_loss(tokenizer, sample, encode(sample))
-    return _find_loss(rows["val"], tokens["val"], tokenizer)
+    sampled = evenly_sampled(rows["val"], _ROUND_TRIP_BYTES)
+    sample, written = rows["val"].select(sampled), tokens["val"].select(sampled)["input_ids"][:]
+    num_begun = np.array(sample["is_start"][:]) * len(document_start(tokenizer))
+    ids = [np.array(piece[begun:], np.uint32) for piece, begun in zip(written, num_begun, strict=True)]
+    return find_tokenizer_loss(tokenizer, list(texts(sample)), (np.concatenate(ids), list(map(len, ids))))
 
 
-def _map(
-    name: str,
-    rows: Dataset,
-    encode_rows: Callable[[Any], StreamPart],
-    dtype: str,
-    has_targets: bool,
-    path: Path,
-    fingerprint: str,
-) -> Dataset:
+def _map(name: str, rows: Dataset, encode_rows: Callable[[Any], dict[str, Any]], **options: Any) -> Dataset:
     """Return the tokens of rows. The tokenizers library uses all cores, so one process reads and writes."""
-    from datasets import Features, List, Value
-
-    features = {"input_ids": List(Value(dtype)), "num_bytes": Value("uint32")}
-    if has_targets:
-        features["is_target"] = List(Value("uint8"))
     is_terminal = sys.stderr.isatty()
     started_at = logged_at = time.perf_counter()
     num_done = 0
 
     def columns(batch: Any) -> dict[str, Any]:
         nonlocal num_done, logged_at
-        part = encode_rows(batch)
-        count, cuts = len(part.piece_tokens), np.cumsum(part.piece_tokens, dtype=np.int64)[:-1]
-        found = {"input_ids": np.split(part.ids.astype(dtype), cuts)[:count], "num_bytes": part.piece_bytes}
-        if part.is_target is not None:
-            found["is_target"] = np.split(part.is_target.astype(np.uint8), cuts)[:count]
+        found = encode_rows(batch)
         num_done += len(batch[rows.column_names[0]])
         if (now := time.perf_counter()) - logged_at >= _PROGRESS_SECONDS and not is_terminal:  # there is a bar
             left_seconds = (now - started_at) * (len(rows) / num_done - 1)
@@ -133,25 +112,15 @@ def _map(
             logged_at = now
         return found
 
+    options |= {"batched": True, "batch_size": ROWS_PER_BATCH, "remove_columns": rows.column_names, "desc": name}
     with _progress_bars(is_terminal):
-        tokens = rows.map(
-            columns,
-            batched=True,
-            batch_size=ROWS_PER_BATCH,
-            remove_columns=rows.column_names,
-            features=Features(features),
-            cache_file_name=str(path),
-            load_from_cache_file=False,
-            new_fingerprint=fingerprint,
-            desc=name,
-        )
+        tokens = rows.map(columns, load_from_cache_file=False, **options)
     _log.debug("%s: %s rows in %.1f s", name, f"{len(rows):,}", time.perf_counter() - started_at)
     return tokens
 
 
 @contextmanager
 def _progress_bars(are_shown: bool) -> Iterator[None]:
-    """Let `datasets` draw its progress bars, or not."""
     from datasets import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if are_shown or are_progress_bars_disabled():
@@ -164,50 +133,48 @@ def _progress_bars(are_shown: bool) -> Iterator[None]:
         enable_progress_bars()
 
 
-def _encode_texts(tokenizer: PreTrainedTokenizerFast, encode: Encoder, batch: Any) -> StreamPart:
+def _encode_texts(tokenizer: PreTrainedTokenizerFast, encode: Encoder, dtype: str, batch: Any) -> dict[str, Any]:
     """Return the tokens of some pieces of text. Raises UserError if case operators don't restore a piece."""
     ids, num_ids = encode(batch["text"])
     if has_case_operators(tokenizer.backend_tokenizer) and decode_texts(tokenizer, (ids, num_ids)) != batch["text"]:
         raise UserError("tokenizer.case_operators: true does not restore this text exactly; set it to false.")
-    num_bytes = [len(text.encode()) for text in batch["text"]]  # of the raw UTF-8 text, not of decoded tokens
-    return _begun(tokenizer, ids, num_ids, num_bytes, np.array(batch["is_start"]))
+    start, num_tokens, is_start = document_start(tokenizer), np.array(num_ids), np.array(batch["is_start"])
+    places = (np.cumsum(num_tokens) - num_tokens)[is_start]
+    ids = np.insert(ids, np.repeat(places, len(start)), np.tile(np.array(start, np.uint32), len(places)))
+    return {
+        "input_ids": np.split(ids.astype(dtype), np.cumsum(num_tokens + is_start * len(start))[:-1]),
+        "num_bytes": [len(text.encode()) for text in batch["text"]],  # of the raw UTF-8 text, not of decoded tokens
+    }
 
 
-def _begun(
-    tokenizer: PreTrainedTokenizerFast, ids: np.ndarray, num_ids: list[int], num_bytes: list[int], is_start: np.ndarray
-) -> StreamPart:
-    """Return pieces with what begins a document in front of each that starts one."""
-    start, num_tokens = np.array(document_start(tokenizer), np.uint32), np.array(num_ids, np.uint32)
-    places = (np.cumsum(num_tokens, dtype=np.int64) - num_tokens)[is_start]
-    ids = np.insert(ids, np.repeat(places, len(start)), np.tile(start, len(places)))
-    return StreamPart(ids, num_tokens + is_start * np.uint32(len(start)), np.array(num_bytes, np.uint32))
-
-
-def _find_loss(pieces: Dataset, tokens: Dataset, tokenizer: PreTrainedTokenizerFast) -> str | None:
-    """Return what find_tokenizer_loss says of evenly sampled pieces and the ids that were written for them."""
-    rows = evenly_sampled(pieces, _ROUND_TRIP_BYTES)
-    sample, written = pieces.select(rows), tokens.select(rows)["input_ids"][:]
-    num_begun = np.array(sample["is_start"][:]) * len(document_start(tokenizer))
-    ids = [np.array(piece[begun:], np.uint32) for piece, begun in zip(written, num_begun, strict=True)]
-    return find_tokenizer_loss(tokenizer, list(texts(sample)), (np.concatenate(ids), list(map(len, ids))))
-
-
-def _encode_conversations(encoder: ConversationEncoder, batch: Any) -> StreamPart:
-    """Return the tokens of the conversations with a turn of the assistant that the loss counts."""
+def _encode_conversations(encoder: ConversationEncoder, dtype: str, batch: Any) -> dict[str, Any]:
     rows = [(name, json.loads(content)) for name, content in zip(batch["name"], batch["content"], strict=True)]
-    return encoder.encode([(name, messages) for name, messages in rows if any(map(is_learned, messages))])
+    found = encoder.encode([(name, messages) for name, messages in rows if any(map(is_learned, messages))])
+    return {
+        "input_ids": [np.array(conversation.ids, dtype) for conversation in found],
+        "num_bytes": [conversation.num_bytes for conversation in found],
+        "is_target": [conversation.is_target.astype(np.uint8) for conversation in found],
+    }
 
 
-def _begin_ids(tokenizer: PreTrainedTokenizerFast, size: int, batch: Any) -> StreamPart:
-    """Return the documents of some rows of ids; each starts a separator, and what else begins documents."""
-    documents = _documents(tokenizer, size, batch)
-    ids, num_ids = np.concatenate([np.zeros(0, np.uint32), *documents]), list(map(len, documents))
-    num_bytes = [len(text.encode()) for text in decode_texts(tokenizer, (ids, num_ids))] if documents else []
-    return _begun(tokenizer, ids, num_ids, num_bytes, np.ones(len(documents), bool))
+def _begin_ids(tokenizer: PreTrainedTokenizerFast, size: int, dtype: str, batch: Any) -> dict[str, Any]:
+    """Return the documents of some rows of ids, each after what begins one.
+
+    The bytes of a document are those of the text that its tokens decode to: nobody knows the text it was made from.
+    """
+    documents, start = _documents(tokenizer, size, batch), document_start(tokenizer)
+    decoded = tokenizer.backend_tokenizer.decode_batch([ids.tolist() for ids in documents], skip_special_tokens=False)
+    return {
+        "input_ids": [np.append(start, ids).astype(dtype) for ids in documents],
+        "num_bytes": [len(text.encode()) for text in decoded],
+    }
 
 
 def _documents(tokenizer: PreTrainedTokenizerFast, size: int, batch: Any) -> list[np.ndarray]:
-    """Return the documents of some rows, without what begins them; none is empty. Raises UserError for ids >= size."""
+    """Return the documents of some rows, without what begins them. A separator in a row, which may be packed, ends one.
+
+    None is empty. Raises UserError for ids >= size.
+    """
     separator, *front = document_start(tokenizer)
     documents: list[np.ndarray] = []
     for name, ids in zip(batch["name"], batch["content"], strict=True):
@@ -227,7 +194,6 @@ def _documents(tokenizer: PreTrainedTokenizerFast, size: int, batch: Any) -> lis
 def _find_other_encoding(
     rows: Dataset, tokenizer: PreTrainedTokenizerFast, size: int, encode: Encoder, column: str | None
 ) -> str | None:
-    """Return how many of the first validation documents the tokenizer encodes to other ids, as a message, or None."""
     batches = (_documents(tokenizer, size, batch) for batch in rows.iter(batch_size=ROWS_PER_BATCH))
     documents = next(filter(None, batches))
     ids, num_ids = encode(decode_texts(tokenizer, (np.concatenate(documents), list(map(len, documents)))))
@@ -241,11 +207,8 @@ def _find_other_encoding(
     )
 
 
-def _encode_patiently(encode: Encoder, texts: list[str]) -> Any:
-    """Encode texts in a thread that no process waits for when it ends, and warn if that takes very long.
-
-    A tokenizer's regular expression may never end.
-    """
+def _encode_interruptibly(encode: Encoder, texts: list[str]) -> Any:
+    """Encode texts in a thread that no process waits for when it ends: a regular expression may take very long."""
     future: Future[Any] = Future()
 
     def work() -> None:
@@ -255,13 +218,4 @@ def _encode_patiently(encode: Encoder, texts: list[str]) -> Any:
             future.set_exception(error)
 
     threading.Thread(target=work, name="tokenize", daemon=True).start()
-    done, _ = wait([future], _PATIENCE_SECONDS)
-    if not done:
-        _log.warning(
-            "tokenizing: no progress for %s s in %s pieces of text, of which the first begins %s; the tokenizer's"
-            " regular expressions may take forever on them. Ctrl-C ends this.",
-            _PATIENCE_SECONDS,
-            len(texts),
-            ascii(texts[0][:40]),
-        )
     return future.result()

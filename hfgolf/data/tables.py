@@ -1,10 +1,7 @@
 """Rows of local tables: the value of one column in each row of a JSON, CSV, TSV, Parquet or Arrow file.
 
-Owns the dialects (docs/data.md has them) and the place that an error names. Reads some rows at a time, and of the other
-columns only what it takes to pass them. Does not know compressions, nor what a value may be.
-
-Why Python's own parsers read JSON and CSV: pyarrow's need a limit of a few megabytes for a row, number the rows of a
-block instead of those of the file, and take what follows a closing quote as part of the text.
+Python's own parsers read JSON and CSV: pyarrow's need a limit of a few megabytes for a row, number the rows of a block
+instead of those of the file, and take what follows a closing quote as text. docs/data.md has the dialects.
 """
 
 from __future__ import annotations
@@ -137,7 +134,6 @@ class _JsonObjects:
         return len(blocks) > 1
 
     def _read(self) -> tuple[int, dict[str, Any]]:
-        """Return the object that begins here and go to its end."""
         while True:
             try:
                 value, end = self._decode(self._text, self._at)
@@ -219,7 +215,6 @@ def _lines(blocks: Iterable[str], path: Path) -> Iterator[str]:
 def _cells(
     rows: Iterator[tuple[int, list[str]]], path: Path, column: Column, separators: str, advice: str
 ) -> Iterator[Row]:
-    """Yield the wanted cell of each row."""
     _, header = next(rows, (0, None))
     if header is None:
         return

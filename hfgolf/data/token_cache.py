@@ -1,7 +1,7 @@
 """The token cache: a corpus as a dataset of token ids, looked up by our own fingerprint.
 
-Owns the key, the folder, and building a cache only once even if several processes ask for it. Does not know how text
-becomes tokens (stream_writer), nor batches. `datasets.load_from_disk` opens the folder, too.
+Owns the key, building a cache only once even if several processes ask for it, and the count of validation documents
+that also train. Does not know how text becomes tokens (stream_writer). `datasets.load_from_disk` opens the folder, too.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import logging
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -24,13 +25,18 @@ import torch
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config.sections import DataSection, TokenizerSection
+from hfgolf.data.cache_folder import (
+    MANIFEST,
+    DamagedCacheError,
+    Verification,
+    cache_folder,
+    locked,
+    note_damage,
+    read_manifest,
+    write_manifest,
+)
 from hfgolf.data.chat import chat_template
 from hfgolf.data.corpus import SPLITS, Corpus, identity_changes, load_corpus
-from hfgolf.data.files import cache_folder
-from hfgolf.data.lock import locked
-from hfgolf.data.manifest import NAME as MANIFEST
-from hfgolf.data.manifest import DamagedCacheError, Verification, note_damage, read_manifest, write_manifest
-from hfgolf.data.overlap import count_overlap
 from hfgolf.data.shards import ShardStream, open_shards
 from hfgolf.data.stream_writer import write_streams
 from hfgolf.data.token_stream import TokenStream, open_stream, stream_path
@@ -98,39 +104,29 @@ def load_tokens(
     # load and hash it only once: a large one takes a while
     tokenizer = tokenizer or find_tokenizer(tokenizer_config, corpus.identity, cache_dir / "tokenizers")
     if data.source == "shards" and tokenizer is not None:
-        return _open_shards(corpus, tokenizer)
-    key = None if tokenizer is None else cache_key(corpus, tokenizer_config, tokenizer)
-    find = partial(_find_tokens, corpus, tokenizer_config, cache_dir, tokenizer, key)
-    tokens = find()
-    if tokens is None:
-        with writing("data.cache_dir", cache_dir), locked(cache_dir / "build.lock", "builds the token cache"):
-            tokens = find()  # another process may have built it while this one waited
-            if tokens is None:
-                built = build_cache(corpus, tokenizer_config, cache_dir, tokenizer, key)
-                return _open_cache(*built, corpus, is_hit=False)
+        train, val = open_shards(corpus, tokenizer)
+        folder, sha256 = train.paths[0].parent, tokenizer_sha256(tokenizer)
+        identified = Verification({"files": {}}, lambda: iter(()))  # by their hashes
+        tokens = TokenCache(train, val, tokenizer, folder, True, corpus.identity, sha256, identified, None)
+    else:
+        found = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
+        if found is None:
+            with writing("data.cache_dir", cache_dir), locked(cache_dir / "build.lock", "builds the token cache"):
+                # another process may have built it while this one waited
+                found = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
+                if found is None:
+                    folder, tokenizer = _build_cache(corpus, tokenizer_config, cache_dir, tokenizer)
+                    return _open_cache(folder, tokenizer, corpus, is_hit=False)
+        tokens = found
     sizes = f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"
-    _log.debug("cache hit: %s (%s)", tokens.path, sizes)
+    _log.debug("%s: %s (%s)", "shards" if data.source == "shards" else "cache hit", tokens.path, sizes)
     return tokens
 
 
-def _open_shards(corpus: Corpus, tokenizer: PreTrainedTokenizerFast) -> TokenCache:
-    """Return the tokens of shards, mapped where they are."""
-    train, val = open_shards(corpus, tokenizer)
-    folder, sha256 = train.paths[0].parent, tokenizer_sha256(tokenizer)
-    identified = Verification({"files": {}}, lambda: iter(()))  # by their hashes
-    _log.debug("shards: %s (%s train tokens, %s validation tokens)", folder, f"{len(train):,}", f"{len(val):,}")
-    return TokenCache(train, val, tokenizer, folder, True, corpus.identity, sha256, identified, tokenizer_loss=None)
-
-
 def _find_tokens(
-    corpus: Corpus,
-    config: TokenizerSection,
-    cache_dir: Path,
-    tokenizer: PreTrainedTokenizerFast | None,
-    key: dict[str, Any] | None,
+    corpus: Corpus, config: TokenizerSection, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None
 ) -> TokenCache | None:
-    """Return the tokens of the matching cache, or None if there is none, or only a damaged one."""
-    found = find_cache(corpus, config, cache_dir, tokenizer, key)
+    found = find_cache(corpus, config, cache_dir, tokenizer)
     if found is None:
         return None
     try:
@@ -146,44 +142,35 @@ def _find_tokens(
 
 
 def find_cache(
-    corpus: Corpus,
-    config: TokenizerSection,
-    cache_dir: Path,
-    tokenizer: PreTrainedTokenizerFast | None = None,
-    key: dict[str, Any] | None = None,
+    corpus: Corpus, config: TokenizerSection, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None = None
 ) -> tuple[Path, PreTrainedTokenizerFast] | None:
-    """Return the matching cache's (folder, tokenizer), or None. tokenizer, key: pass them if they are already known."""
+    """Return the matching cache's (folder, tokenizer), or None. tokenizer: pass it if it is already known."""
     tokenizer = tokenizer or find_tokenizer(config, corpus.identity, cache_dir / "tokenizers")
     if tokenizer is None:
         return None
-    key = key or cache_key(corpus, config, tokenizer)
-    folder = cache_path(cache_dir, key)
+    folder, key = _cache_path(corpus, config, cache_dir, tokenizer)
     return (folder, tokenizer) if _problem(folder, key) is None else None
 
 
-def cache_key(corpus: Corpus, config: TokenizerSection, tokenizer: PreTrainedTokenizerFast) -> dict[str, Any]:
-    """Return everything the tokens depend on. Its hash names the cache folder."""
-    settings: dict[str, Any] = {
+def _cache_path(
+    corpus: Corpus, config: TokenizerSection, cache_dir: Path, tokenizer: PreTrainedTokenizerFast
+) -> tuple[Path, dict[str, Any]]:
+    """Return the folder of the cache, and its key: everything the tokens depend on."""
+    key = corpus.identity | {
         "tokenizer": f"{config.kind}, {embedding_rows(tokenizer)} entries",
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "end_of_text_id": tokenizer.eos_token_id,
         "format_version": _FORMAT_VERSION,
     }
     if len(start := document_start(tokenizer)) > 1:
-        settings["document_start"] = start
+        key["document_start"] = start
     if corpus.data.messages_column is not None:
-        settings["chat_template_sha256"] = hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()
-    return {**corpus.identity, **settings}
-
-
-def cache_path(cache_dir: Path, key: dict[str, Any]) -> Path:
-    """Return the folder of the cache that a key names."""
+        key["chat_template_sha256"] = hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_dir / "tokens" / digest[:16]
+    return cache_dir / "tokens" / digest[:16], key
 
 
 def _problem(folder: Path, key: dict[str, Any]) -> str | None:
-    """Return what is wrong with the cache in `folder`, or None."""
     try:
         is_ours = read_manifest(folder).get("key") == key
     except ValueError as error:
@@ -191,18 +178,12 @@ def _problem(folder: Path, key: dict[str, Any]) -> str | None:
     return None if is_ours else f"{MANIFEST} describes another cache"
 
 
-def build_cache(
-    corpus: Corpus,
-    config: TokenizerSection,
-    cache_dir: Path,
-    tokenizer: PreTrainedTokenizerFast | None,
-    key: dict[str, Any] | None = None,
+def _build_cache(
+    corpus: Corpus, config: TokenizerSection, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None
 ) -> tuple[Path, PreTrainedTokenizerFast]:
     """Build the cache, and the tokenizer if it is not known. Return the cache's folder and the tokenizer.
 
     The caller holds the lock, so it is safe to delete what an interrupted build left behind.
-
-    key: the tokenizer's cache_key, if it is already known.
     """
     building = cache_dir / BUILDING
     _remove_leftovers(cache_dir)
@@ -211,8 +192,7 @@ def build_cache(
     try:
         if tokenizer is None:
             tokenizer = build_tokenizer(config, corpus.identity, lambda: pieces()["train"], cache_dir / "tokenizers")
-        key = key or cache_key(corpus, config, tokenizer)
-        folder = cache_path(cache_dir, key)
+        folder, key = _cache_path(corpus, config, cache_dir, tokenizer)
         problem = _problem(folder, key)
         if problem is None:  # only the tokenizer was damaged or lost
             return folder, tokenizer
@@ -240,7 +220,6 @@ def _remove_leftovers(cache_dir: Path) -> None:
 
 
 def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:
-    """Describe how `key` differs from the most similar cache."""
     candidates = []
     for path in (cache_dir / "tokens").glob(f"*/{MANIFEST}"):
         with suppress(OSError, ValueError, KeyError):
@@ -276,3 +255,38 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
     return TokenCache(
         train, val, tokenizer, folder, is_hit, corpus.identity, sha256, verification, tokenizer_loss, overlap
     )
+
+
+def count_overlap(train: TokenStream, val: TokenStream, separator: int) -> dict[str, Any]:
+    """Return columns of a summary: how many validation documents there are, how many train, and their share of bytes.
+
+    Documents are the same if all their tokens are. separator: the token that begins each document, and nothing else: a
+    text file, a row, a conversation, or one of the two parts that data.split contiguous cuts a document into.
+    """
+    documents = list(_documents(val, separator))
+    trained = {digest for digest, _ in documents}.intersection(digest for digest, _ in _documents(train, separator))
+    sizes = [size for digest, size in documents if digest in trained]
+    return {
+        "val_documents": len(documents),
+        "val_documents_in_train": len(sizes),
+        "val_share_in_train": sum(sizes) / max(1, sum(size for _, size in documents)),
+    }
+
+
+def _documents(stream: TokenStream, separator: int) -> Iterator[tuple[bytes, int]]:
+    """Yield a 64-bit hash of the tokens of each document, and its raw UTF-8 bytes."""
+    pieces = zip(map(int, stream.piece_tokens), map(int, stream.piece_bytes), strict=True)
+    digest: Any = None
+    document_bytes = 0
+    for chunk in stream.chunks:  # each holds whole pieces
+        end = 0
+        while end < len(chunk):
+            num_tokens, num_bytes = next(pieces)
+            ids, end = chunk[end : end + num_tokens], end + num_tokens
+            if num_tokens and ids[0] == separator:  # the tokenizer may drop all of a piece
+                if digest is not None:
+                    yield digest.digest(), document_bytes
+                digest, document_bytes = hashlib.blake2b(digest_size=8), 0
+            digest.update(ids.data)
+            document_bytes += num_bytes
+    yield digest.digest(), document_bytes + sum(num_bytes for _, num_bytes in pieces)

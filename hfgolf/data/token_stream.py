@@ -12,30 +12,26 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
-from hfgolf.data.manifest import note_damage
+from hfgolf.data.cache_folder import note_damage
 from hfgolf.system.durable import file_sha256
 
 
-class StreamPart(NamedTuple):
-    """Some pieces of text as the tokens of a stream: ids, each piece's tokens and raw UTF-8 bytes, and the mask."""
-
-    ids: np.ndarray
-    piece_tokens: np.ndarray
-    piece_bytes: np.ndarray
-    is_target: np.ndarray | None = None
-    """As in TokenStream."""
-
-
-class Chunks:
-    """Tokens in chunks that are read as one stream, and the pieces that they stand for."""
+class Stream:
+    """Tokens in chunks that are read as one stream, and the pieces of text that they stand for."""
 
     chunks: tuple[np.ndarray, ...]
+    piece_tokens: np.ndarray
     piece_bytes: np.ndarray
+    is_target: np.ndarray | None
+
+    def read(self, indices: np.ndarray) -> np.ndarray:
+        """Return the tokens at `indices`, an array of any shape. Indices past the end wrap around."""
+        raise NotImplementedError
 
     @property
     def num_bytes(self) -> int:
@@ -57,7 +53,7 @@ class Chunks:
 
 
 @dataclass(frozen=True, eq=False)  # == on arrays is not a single bool
-class TokenStream(Chunks):
+class TokenStream(Stream):
     """The tokens of a split.
 
     chunks: the tokens in order, each uint16, or uint32 for a vocabulary above 65,536. Read-only views of `content`.

@@ -1,6 +1,4 @@
-"""Tokenizers as `PreTrainedTokenizerFast` objects: byte, char and BPE, built here, or a pretrained one.
-
-Owns how each is built and trained, and the folder of trained tokenizers. Does not know how tokens are stored.
+"""Tokenizers as `PreTrainedTokenizerFast` objects: byte, char and BPE, built and trained here, or a pretrained one.
 
 The three built here work on UTF-8 bytes, like GPT-2's. Any text decodes back to exactly itself, even text unlike the
 training text, and there is no unknown token. Text that spells `<|endoftext|>` is encoded as plain text.
@@ -30,10 +28,10 @@ from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBas
 from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
 
 from hfgolf.config.sections import TokenizerSection
+from hfgolf.data.cache_folder import read_manifest, write_manifest
 from hfgolf.data.case_operators import OPERATORS, add_case_operators, has_case_operators
 from hfgolf.data.chat import CHAT_TOKENS, add_chat_template
-from hfgolf.data.hub_cache import is_cached_only
-from hfgolf.data.manifest import read_manifest, write_manifest
+from hfgolf.data.downloads import is_cached_only
 from hfgolf.data.pieces import evenly_sampled, num_text_bytes, texts
 from hfgolf.data.sentencepiece_model import SPACE, load_sentencepiece
 from hfgolf.system.durable import find_damage, replace_folder
@@ -121,7 +119,6 @@ def find_tokenizer(
 
 
 def _problem(path: Path) -> str | None:
-    """Return what is wrong with the tokenizer stored in `path`, or None."""
     try:
         damages = (find_damage(path, name, listed) for name, listed in read_manifest(path)["files"].items())
         return next(filter(None, damages), None)
@@ -411,7 +408,6 @@ def _placeholder(name_or_path: str, cached_only: bool) -> PreTrainedConfig | Non
 
 
 def _from_file(path: Path) -> PreTrainedTokenizerFast:
-    """Load a tokenizer from one file: tokenizer.json, *.tiktoken or a SentencePiece *.model."""
     if path.suffix == ".model":
         return load_sentencepiece(path)
     if path.suffix == ".tiktoken":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -130,8 +130,8 @@ def evaluate_plan(
     nats = zero_nats(accelerator.device)
     rank, world = accelerator.process_index, accelerator.num_processes
     with evaluation_mode(model), uncompiled(model):
-        rows = _labeled_batches(stream, plan, batch_size, rank, world)
-        for batch in device_prefetch(_pinned(rows, accelerator.device), accelerator.device):
+        rows = _labeled_batches(stream, plan, batch_size, rank, world, accelerator.device)
+        for batch in device_prefetch(rows, accelerator.device):
             before_batch()
             with accelerator.autocast():
                 nats += summed_nats(model, **batch).to(nats.device)
@@ -139,24 +139,20 @@ def evaluate_plan(
     return Evaluation(accelerator.reduce(nats, "sum").item(), num_tokens, num_bytes)
 
 
-def _pinned(rows: Iterable[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Batch]:
-    """Yield (inputs, labels) as `summed_nats` takes them, pinned for a GPU, so that copying need not wait."""
+def _labeled_batches(
+    stream: Stream, plan: Plan, batch_size: int, rank: int, world: int, device: torch.device
+) -> Iterator[Batch]:
+    """Yield this rank's inputs and labels of a plan, pinned for a GPU. What the stream's mask excludes is IGNORED."""
+    rows = batches(stream.read, plan, batch_size, rank, world)
+    if stream.is_target is not None:
+        masks = batches(stream.is_target.take, plan, batch_size, rank, world)
+        rows = (
+            (input_ids, labels.masked_fill(is_target == 0, IGNORED))
+            for (input_ids, labels), (_, is_target) in zip(rows, masks, strict=True)
+        )
     for row in rows:
         input_ids, labels = (tensor.pin_memory() for tensor in row) if device.type == "cuda" else row
         yield {"input_ids": input_ids, "shift_labels": labels}
-
-
-def _labeled_batches(
-    stream: Stream, plan: Plan, batch_size: int, rank: int, world: int
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield this rank's (inputs, labels) of a plan; labels that the stream's mask excludes are IGNORED, too."""
-    rows = batches(stream.read, plan, batch_size, rank, world)
-    if stream.is_target is None:
-        yield from rows
-        return
-    masks = batches(stream.is_target.take, plan, batch_size, rank, world)
-    for (input_ids, labels), (_, is_target) in zip(rows, masks, strict=True):
-        yield input_ids, labels.masked_fill(is_target == 0, IGNORED)
 
 
 def summed_nats(model: nn.Module, input_ids: Tensor, shift_labels: Tensor) -> Tensor:

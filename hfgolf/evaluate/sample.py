@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from hfgolf.data.chat import ConversationEncoder, stop_ids
-from hfgolf.data.messages import Messages
+from hfgolf.data.documents import Messages
 from hfgolf.data.tokenizer import text_start
 from hfgolf.evaluate.context import evaluation_mode, max_positions, require_embedded
 from hfgolf.system.errors import UserError

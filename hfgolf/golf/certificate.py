@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from tokenizers.decoders import DecodeStream
 
+from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.corpus import Corpus
-from hfgolf.data.files import cache_folder
 from hfgolf.data.pieces import ROWS_PER_BATCH
 from hfgolf.data.tokenizer import document_start, embedding_rows, tokenizer_sha256
 from hfgolf.evaluate.token_bytes import bytes_per_token, challenge_bytes

@@ -1,9 +1,8 @@
-"""Causal attention in blocks of queries: the faster kernel for bf16 training on a CPU.
+"""Causal attention in blocks of queries: the faster kernel for bf16 training on a CPU, registered with transformers.
 
-One batched matmul multiplies each block of queries by the keys up to the end of that block. Nearly half of the scores
-are never computed, and a block's scores stay in the cache. On two cores with AVX512-BF16 it is 1.9 to 3.4 times as fast
-as torch's flash kernel, and with AMX 1.3 to 2.9 times, up to 512 tokens (benchmarks/cpu_kernels.py). Importing this
-file registers it with transformers as attn_implementation "causal_blocks".
+Nearly half of the scores are never computed, and a block's scores stay in the cache. On two cores it is 1.9 to 3.4
+times as fast as torch's flash kernel with AVX512-BF16, and with AMX 1.3 to 2.9 times, up to 512 tokens
+(benchmarks/cpu_kernels.py).
 
 Shapes: B batch, T time, H heads, K key-value heads, D head size.
 """
@@ -43,6 +42,7 @@ def choose_attention(model: PreTrainedModel, device: torch.device, precision: st
 def causal_blocks(query: Tensor, key: Tensor, value: Tensor, scaling: float, dropout: float = 0.0) -> Tensor:
     """Return softmax(query @ key.T * scaling + causal mask) @ value, (B, H, T, D), the shape of all three operands.
 
+    One batched matmul multiplies each block of queries by the keys up to the end of that block.
     Scores and weights are stored in the operands' dtype; softmax computes in fp32 internally. In bf16 this takes a
     third of the memory of fp32 weights plus their bf16 copy, and is faster. dropout: rate on the weights.
     """

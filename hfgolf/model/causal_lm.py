@@ -1,7 +1,6 @@
-"""Any causal language model of transformers, called the way a Golf model is.
+"""Any causal language model of transformers, called the way a Golf model is: with shifted labels, and a chunked loss.
 
-Golf computes its loss in chunks, from labels that are already shifted. This file gives other models the same call, with
-the same loss if their head is plain: one matrix without a bias, whose result is the logits. Else the logits of the
+The loss is the same if the head is plain: one matrix without a bias, whose result is the logits. Else the logits of the
 batch exist, as they do in transformers.
 """
 

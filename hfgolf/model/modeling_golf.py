@@ -248,12 +248,7 @@ class GolfModel(GolfPreTrainedModel, GolfStack):
         given = (attention_mask, position_ids, cache, same_document)
         if self.config._attn_implementation not in NEED_NO_MASK or any(each is not None for each in given):
             causal_mask = create_causal_mask(
-                config,
-                inputs_embeds,
-                attention_mask,
-                cache,
-                position_ids=position_ids,
-                and_mask_function=same_document,
+                config, inputs_embeds, attention_mask, cache, position_ids=position_ids, and_mask_function=same_document
             )
         past_tokens = 0 if cache is None or is_paged else cache.get_seq_length()
         if not is_paged:  # that packs the tokens of several texts into one row

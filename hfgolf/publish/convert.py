@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hfgolf.publish.card_edits import read_card, with_usage
 from hfgolf.publish.export import export_model
 from hfgolf.publish.gguf import gguf_fields
 from hfgolf.publish.load import load_exported
-from hfgolf.publish.model_card import CHAT_SECTION, usage
+from hfgolf.publish.model_card import CHAT_SECTION, read_card, usage, with_usage
 from hfgolf.publish.native import converted
 from hfgolf.system.errors import UserError, writing
 

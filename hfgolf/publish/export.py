@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 def export_model(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    folder: Path,
-    card: str,
-    pictures: Sequence[Path] = (),
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path, card: str, pictures: Sequence[Path] = ()
 ) -> None:
     """Write weights, config, tokenizer, generation config and the card to `folder`; for Golf, also the modeling files.
 
@@ -67,17 +63,11 @@ def _save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
         custom_object_save(model, folder, config=config)  # type: ignore[arg-type]  # its docstring also allows a config
     config.save_pretrained(folder)
     _generation_config(model, tokenizer).save_pretrained(folder)
-    _save_tokenizer(tokenizer, folder)
-
-
-def _save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Save a tokenizer for which an appended end of text is one token, as fine-tuning needs it to learn where to stop.
-
-    hfgolf's own tokenizers take it as plain text, because a corpus may spell it. Those of transformers do not.
-    """
     tokenizer = copy.deepcopy(tokenizer)
     for key in ("is_local", "local_files_only"):  # otherwise the file records how this tokenizer was loaded
         tokenizer.init_kwargs.pop(key, None)
+    # An appended end of text is one token, as fine-tuning needs it to learn where to stop. hfgolf's own tokenizers take
+    # it as plain text, because a corpus may spell it.
     tokenizer.init_kwargs.pop("split_special_tokens", None)
     if isinstance(tokenizer.chat_template, dict):  # others would need a folder of their own
         tokenizer.chat_template = tokenizer.chat_template.get("default")

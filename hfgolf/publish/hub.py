@@ -1,8 +1,7 @@
 """Push an exported model to the Hub. A failure is a warning in a run, and an error in a script.
 
-Owns the upload. A run pushes in a separate process and never waits for it without a limit: not during training, not on
-a signal and not at the end. Knows nothing about the folder except which files an export writes; convert.py gives it the
-native form.
+A run pushes in a separate process and never waits for it without a limit: not during training, not on a signal and not
+at the end. Knows nothing about the folder except which files an export writes; convert.py gives it the native form.
 """
 
 from __future__ import annotations
@@ -19,7 +18,6 @@ import tempfile
 import threading
 from pathlib import Path
 
-from hfgolf.publish.card_edits import set_location
 from hfgolf.system.command import run_command
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
@@ -74,6 +72,8 @@ def _upload(folder: Path, files: list[Path], repo_id: str, private: bool, messag
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import get_session
 
+    from hfgolf.publish.model_card import set_location
+
     api = HfApi()
     get_session().timeout = RESPONSE_TIMEOUT_SECONDS
     try:
@@ -94,7 +94,13 @@ def _upload(folder: Path, files: list[Path], repo_id: str, private: bool, messag
 
 def exported_files(folder: Path) -> list[Path]:
     """Return the files that an export wrote to a folder, sorted. Warns about others. Raises UserError for a link."""
-    names = {*_EXPORTED, *_parts_of_weights(folder / _INDEX)}
+    index, parts = folder / _INDEX, set()
+    if index.is_file() and not index.is_symlink():
+        try:
+            parts = set(json.loads(index.read_bytes())["weight_map"].values())
+        except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
+            raise UserError(f"{index} is damaged, so nothing was pushed; export the model again.") from None
+    names = {*_EXPORTED, *(name for name in parts if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name))}
     files = sorted(path for path in folder.iterdir() if path.name in names)
     for path in files:
         if path.is_symlink() or not path.is_file():  # a link may point to any private file
@@ -103,17 +109,6 @@ def exported_files(folder: Path) -> list[Path]:
     if others:
         logger.warning("hub: not pushed, because an export does not write it: %s", ", ".join(map(repr, others)))
     return files
-
-
-def _parts_of_weights(index: Path) -> set[str]:
-    """Return the names of the files that an index says the weights are in; none if there is no index."""
-    if index.is_symlink() or not index.is_file():
-        return set()
-    try:
-        names = set(json.loads(index.read_bytes())["weight_map"].values())
-    except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
-        raise UserError(f"{index} is damaged, so nothing was pushed; export the model again.") from None
-    return {name for name in names if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name)}
 
 
 def _reason(error: Exception) -> str:

@@ -24,7 +24,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from hfgolf.data.hub_cache import is_cached_only
+from hfgolf.data.downloads import is_cached_only
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.find_model import find_model, models_here
@@ -97,24 +97,25 @@ def load_model(name_or_path: str, key: str = "--model") -> Any:
     nonfinite = next((name for name, weight in model.named_parameters() if not weight.isfinite().all()), None)
     if nonfinite:
         raise UserError(f"{key}: {nonfinite} of {name_or_path} has nonfinite values; export another checkpoint.")
-    _warn_of_old_code(Path(name_or_path))
-    return model.eval()
-
-
-def _warn_of_old_code(folder: Path) -> None:
-    """Say that others, who load a folder with the code in it, get wrong text from it."""
-    code = folder / "modeling_golf.py"
+    code = Path(name_or_path) / "modeling_golf.py"
     if code.is_file() and b"CACHE = " not in code.read_bytes():
         logger.warning(
             "%s holds code of an older hfgolf. Here it works; loaded with trust_remote_code on transformers 5.24 or"
             " newer, it writes wrong text. To renew it, export or push the model again.",
-            folder,
+            name_or_path,
         )
+    return model.eval()
 
 
 def load_model_config(name_or_path: str, key: str = "--model") -> PreTrainedConfig:
     """Load a model's config without its weights. Raises UserError like `load_model`."""
-    _check_json_files(Path(name_or_path), key)
+    for path in (Path(name_or_path, name) for name in _JSON_FILES):
+        try:
+            is_object = not path.is_file() or isinstance(json.loads(path.read_bytes()), dict)
+        except (OSError, ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise UserError(f"{key}: {path} is not a JSON object; copy or export the model again.")
     AutoConfig.register(GolfConfig.model_type, GolfConfig, exist_ok=True)
     AutoModelForCausalLM.register(GolfConfig, GolfForCausalLM, exist_ok=True)
     with _loading(name_or_path, key):
@@ -140,17 +141,6 @@ def _loading(name: str, key: str, part: str = "") -> Iterator[None]:
         raise UserError(f"{key}: cannot load {part}{name}: {on_hub}; {models_here(name)}") from None
     finally:
         transformers_logging.set_verbosity(verbosity)
-
-
-def _check_json_files(folder: Path, key: str) -> None:
-    """Raise UserError if one of the model's JSON files is not a JSON object."""
-    for path in (folder / name for name in _JSON_FILES):
-        try:
-            is_object = not path.is_file() or isinstance(json.loads(path.read_bytes()), dict)
-        except (OSError, ValueError, RecursionError):
-            is_object = False
-        if not is_object:
-            raise UserError(f"{key}: {path} is not a JSON object; copy or export the model again.")
 
 
 def _reason(error: Exception) -> str:

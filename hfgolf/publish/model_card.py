@@ -1,4 +1,4 @@
-"""The model card: what the model was trained on, how good it is, and how to load it.
+"""The model card: what the model was trained on, how good it is, how to load it; and changes to a card that is there.
 
 Owns the text and its metadata. Does not know how the figures were measured.
 """
@@ -25,12 +25,17 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import position_limit
 from hfgolf.run.provenance import package_version
 from hfgolf.run.record import row_seconds
+from hfgolf.system.durable import write_text
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import describe_overlap, dollars, duration, join_words
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _USAGE = Path(__file__).with_name("usage.md")
 CHAT_SECTION = "## How to chat with it"
+_USAGE_IN_CARD = re.compile(
+    r"^## How to load it\n.*?(?=\n+(## How good it is|A sample, generated|## How it was trained))",
+    re.DOTALL | re.MULTILINE,
+)
 _RESULTS = {"val_loss": "loss (nats per token)", "val_bits_per_byte": "bits per byte", "val_perplexity": "perplexity"}
 
 
@@ -59,6 +64,9 @@ def model_card(
         for metric, value in figures.items()
     ]
     init_from = summary.get("init_from") or {}
+    public = config.replace(  # without the values that only concern this machine
+        run__output_dir=RunSection().output_dir, run__price_per_hour=None, data__cache_dir=None, train__resume=None
+    )
     data = ModelCardData(
         license=config.hub.license,
         language=list(config.hub.language) or None,
@@ -86,9 +94,10 @@ def model_card(
         overlap=describe_overlap(summary),
         effort=_effort(config, summary),
         pictures=[picture.name for picture in pictures],
-        fence=_fence(summary.get("sample", "")),
+        # a code fence that the sample cannot close
+        fence="`" * max(3, 1 + max(map(len, re.findall("`+", summary.get("sample", ""))), default=0)),
         version=package_version("hfgolf"),
-        yaml=_public_yaml(config),
+        yaml=ResolvedConfig(public, {}).to_yaml().replace("  # default", "").strip(),
     )
     return redact(f"{card}\n")
 
@@ -160,14 +169,59 @@ def _origin(init_from: dict[str, Any]) -> str:
     return f"from the weights of {_plain(Path(init_from['name']).name)} (sha256 {init_from['sha256'][:16]})"
 
 
-def _public_yaml(config: RunConfig) -> str:
-    """Return the config as YAML, without the values that only concern this machine."""
-    public = config.replace(
-        run__output_dir=RunSection().output_dir, run__price_per_hour=None, data__cache_dir=None, train__resume=None
-    )
-    return ResolvedConfig(public, {}).to_yaml().replace("  # default", "").strip()
+def read_card(folder: Path) -> str:
+    """Return the card in a model's folder; a title if there is none."""
+    readme = folder / "README.md"
+    return readme.read_text(encoding="utf-8") if readme.is_file() else f"# {folder.name}"
 
 
-def _fence(text: str) -> str:
-    """Return a Markdown code fence that the text cannot close."""
-    return "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+def with_usage(card: str, sections: str) -> str:
+    """Return a card with other sections on loading and using the model; an edited card without them stays as it is."""
+    return _USAGE_IN_CARD.sub(lambda _: sections, card, count=1)
+
+
+def set_location(path: Path, location: str) -> None:
+    """Set the location in the examples of the card at `path`."""
+    card = path.read_text(encoding="utf-8")
+    # only the first ones: a sample from a model trained on Python may contain more
+    named = re.sub(r'(?<=\.from_pretrained\(")[^"]*', lambda _: location, card, count=2)
+    named = re.sub(r'(?<=export --model ")[^"]*(?=" --to gguf)', lambda _: location, named, count=1)
+    if named != card:
+        write_text(path, named)
+
+
+def add_task_results(
+    path: Path, metrics: dict[str, dict[str, float]], shots: dict[str, int | None], source: str
+) -> bool:
+    """Set the results of tasks in the metadata of the card at `path`; return whether it is a card of hfgolf's.
+
+    metrics: {task: {metric: value}}. shots: examples in each prompt. source: what measured them, with its version.
+    """
+    if not path.is_file():  # ModelCard would look for it on the Hub
+        return False
+    try:
+        card = ModelCard.load(path)
+    except (OSError, ValueError):  # somebody broke its metadata
+        return False
+    data: Any = card.data
+    if "hfgolf" not in (data.tags or []):
+        return False
+    kept = [result for result in data.eval_results or [] if not (result.source_name and result.dataset_type in metrics)]
+    data.model_name = data.model_name or path.parent.name
+    data.eval_results = kept + [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=task,
+            dataset_name=task,
+            dataset_args=None if shots[task] is None else {"num_few_shot": shots[task]},
+            metric_type=metric.partition(",")[0],
+            metric_name=metric,
+            metric_value=round(value, 4),
+            source_name=source,
+            source_url="https://github.com/EleutherAI/lm-evaluation-harness",
+        )
+        for task, found in metrics.items()
+        for metric, value in found.items()
+    ]
+    write_text(path, str(card))
+    return True

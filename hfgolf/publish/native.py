@@ -2,15 +2,6 @@
 
 Owns the table that says which class of transformers computes exactly what a Golf config does, under which names, and
 the comparison of logits that comes with each conversion. Does not know folders, cards or the Hub.
-
-Differences that the table bridges:
-- The embedding's norm depends on the token alone, so it folds into the embedding table. A tied head keeps the raw
-  table, so one matrix becomes two.
-- Zero biases stand in for none, and norm weights of one for norms without weights.
-- Angles scaled down by 1e30 stand in for no positions.
-- NanoChat rotates the other way round, as if the halves of a head were swapped.
-- GPT-2 keeps q, k and v in one weight, as Golf does, and stores the matrices of its blocks as (in, out).
-- xIELU (Huang et al. 2024, arXiv:2411.13010) with alpha_p = 1, alpha_n = 0 and beta = 0 is squared ReLU.
 """
 
 from __future__ import annotations
@@ -41,7 +32,7 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.wording import join_words
 
 TOLERANCE = 1e-5  # of the largest logit: what fp32 sums in another order differ by
-_NO_POSITIONS = 1e30  # the factor that RoPE's angles are divided by
+_NO_POSITIONS = 1e30  # a factor that RoPE's angles are divided by: they stand in for no positions
 _ACTIVATIONS = {"relu2": "relu2", "gelu": "gelu", "gelu_new": "gelu_new", "silu": "silu", "swiglu": "silu"}
 _SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
 _EITHER = (False, True)
@@ -218,16 +209,15 @@ def to_native(golf: GolfForCausalLM, xielu: bool = False) -> PreTrainedModel:
         parts = _parts(name, row)
         pieces = tensor.split(config.fused_rows) if len(parts) > 1 else [tensor]
         state |= {_renamed(part, row.names): piece for part, piece in zip(parts, pieces, strict=True)}
+    # the embedding's norm depends on the token alone, so it folds into the table; a tied head keeps the raw one
     if config.embedding_norm and row.folds_embedding_norm:
         state["model.embed_tokens.weight"] = golf.model.embed_norm(state["model.embed_tokens.weight"])
-    state = {
-        name: _oriented(name, tensor, row, config.head_dim)
-        for name, tensor in state.items()
-        if "embed_norm" not in name
-    }
+    kept = {name: tensor for name, tensor in state.items() if "embed_norm" not in name}
+    state = {name: _oriented(name, tensor, row, config.head_dim) for name, tensor in kept.items()}
     for name, tensor in native.state_dict().items():
         if "act_fn" in name:
             state[name] = torch.full_like(tensor, XIELU_OF_RELU2[name.rpartition(".")[2]])
+        # zero biases stand in for none, and norm weights of one for norms without weights
         elif name not in state and name.endswith(("bias", "norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
             state[name] = torch.full_like(tensor, float(name.endswith("weight")))
     native.load_state_dict(state)
@@ -315,7 +305,7 @@ def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool 
     return nn.Module.to(result, dtype=dtype), sentence
 
 
-# softplus(alpha_p) = 1 and softplus(alpha_n) = 0 in fp32
+# xIELU (Huang et al. 2024, arXiv:2411.13010) is squared ReLU if softplus(alpha_p) = 1 and softplus(alpha_n) = 0
 XIELU_OF_RELU2 = {"alpha_p": math.log(math.e - 1), "alpha_n": -100.0, "beta": 0.0, "eps": -1e-6}
 
 
@@ -370,21 +360,16 @@ def _golf_config(theirs: Any, row: Architecture, has_biases: bool) -> GolfConfig
         values |= {"position_embedding": "none" if has_none else "rope", "rope_theta": rope["rope_theta"]}
     activation = getattr(theirs, row.activation)
     if values.get("activation") != "swiglu":
-        values["activation"] = _ungated_activation(activation, row)
+        known = "relu2" if activation == "xielu" else _SAME_ACTIVATION.get(activation, activation)
+        if known not in _UNGATED:
+            raise UserError(f"{row.name}: {row.activation} {activation} is not one of Golf's: {', '.join(_UNGATED)}.")
+        values["activation"] = known
     try:
         config = GolfConfig(tie_word_embeddings=theirs.tie_word_embeddings, **values)
     except ValueError as error:
         raise UserError(f"{row.name}: {error}") from None
     _require_same(theirs, _native_config(config, row, theirs.dtype, activation == "xielu"))
     return config
-
-
-def _ungated_activation(name: str, row: Architecture) -> str:
-    """Return Golf's name of an activation; xIELU counts as squared ReLU. Raises UserError if it has none."""
-    known = "relu2" if name == "xielu" else _SAME_ACTIVATION.get(name, name)
-    if known not in _UNGATED:
-        raise UserError(f"{row.name}: {row.activation} {name} is not one of Golf's: {', '.join(_UNGATED)}.")
-    return known
 
 
 def _require_squared_relu(row: Architecture, state: dict[str, Tensor]) -> None:

@@ -75,7 +75,7 @@ def join_words(words: Iterable[Any], last: str = ", ", maximum: int | None = Non
 
 
 def describe_overlap(summary: Mapping[str, Any]) -> str | None:
-    """Return one sentence if validation documents train, too, else None. summary: with what data/overlap.py counts."""
+    """Return one sentence if validation documents train, too, else None. summary: with what `count_overlap` returns."""
     if not summary.get("val_documents_in_train"):
         return None
     number, of, share = (

@@ -27,8 +27,8 @@ from hfgolf.checkpoint.store import (
     verified_file,
 )
 from hfgolf.data.batches import explain_worker
-from hfgolf.data.manifest import DamagedCacheError
-from hfgolf.evaluate.compressors import compressor_scores
+from hfgolf.data.cache_folder import DamagedCacheError
+from hfgolf.evaluate.bits_per_byte import compressor_scores
 from hfgolf.evaluate.context import undo_compilation
 from hfgolf.measure.memory import used_memory_bytes
 from hfgolf.publish.export import export_model

@@ -22,7 +22,7 @@ from transformers.utils import cached_file
 from hfgolf.config.parse import ResolvedConfig, as_yaml, load_config
 from hfgolf.config.sections import ModelSection, RunConfig, TokenizerSection, model_key
 from hfgolf.data.batches import Stream
-from hfgolf.data.files import cache_folder
+from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import document_start, embedding_rows, find_tokenizer
 from hfgolf.evaluate.text import tokenize_files

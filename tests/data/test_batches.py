@@ -65,13 +65,13 @@ def stream_of(pieces):
 SHAPE = {"sequence_length": T, "micro_batch_size": 2, "accumulation": 1, "rank": 0, "world": 1, "seed": 0}
 
 
-def load(stream, *, world=1, accumulation=1, start_step=0, end_step=5, num_workers=0):
-    """Return the global batches of the steps, with rows in reading order: (steps, 36, T)."""
+def load(stream, *, world=1, accumulation=1, num_workers=0):
+    """Return the global batches of five steps, with rows in reading order: (5, 36, T)."""
     shape = SHAPE | {"micro_batch_size": 36 // world // accumulation, "accumulation": accumulation, "world": world}
-    shape |= {"num_steps": end_step - start_step, "blocks_read": start_step * 36, "num_workers": num_workers}
+    shape |= {"num_steps": 5, "num_workers": num_workers}
     ranks = [build_loader(stream, **shape | {"rank": rank}) for rank in range(world)]
     parts = [torch.cat([batch["input_ids"] for batch in batches]) for batches in zip(*ranks, strict=True)]
-    return torch.cat(parts).reshape(end_step - start_step, 36, T)
+    return torch.cat(parts).reshape(5, 36, T)
 
 
 def test_each_epoch_reads_each_block_once_in_a_new_order():
@@ -213,24 +213,19 @@ def test_global_batches_do_not_depend_on_processes_or_accumulation(stream, world
     assert torch.equal(load(stream, world=world, accumulation=accumulation), load(stream))
 
 
-def test_resuming_only_sets_the_step(stream):
-    whole = load(stream, accumulation=2, end_step=17)
-    assert torch.equal(load(stream, accumulation=2, start_step=11, end_step=17), whole[11:])
-
-
 def test_workers_give_the_same_batches(stream):
     assert torch.equal(load(stream, accumulation=2, num_workers=2), load(stream))
 
 
 _END_WITHOUT_CLOSING = """
 import numpy as np
-from types import SimpleNamespace
 from hfgolf.data.batches import build_loader
 tokens = np.arange(1000, dtype=np.uint16)
-class Stream(SimpleNamespace):
+class Stream:
+    read, is_target = tokens.take, None
     def __len__(self):
-        return len(self.tokens)
-stream = Stream(tokens=tokens, read=tokens.take, is_target=None)
+        return len(tokens)
+stream = Stream()
 shape = dict(sequence_length=8, micro_batch_size=2, accumulation=1, rank=0, world=1, seed=0, num_steps=50)
 batches = iter(build_loader(stream, num_workers=2, **shape))
 next(batches)

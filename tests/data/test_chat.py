@@ -135,19 +135,19 @@ def test_assistant_turns_and_their_ends_are_the_targets(tmp_path, name):
 def test_ids_and_mask_are_those_of_transformers(build, conversation):
     """With {% generation %} in the template and without: transformers needs it."""
     tokenizer, messages = build(), CONVERSATIONS[conversation]
-    part = ConversationEncoder(tokenizer).encode([("a", messages)])
+    (part,) = ConversationEncoder(tokenizer).encode([("a", messages)])
     tagged = copy.deepcopy(tokenizer)
     tagged.chat_template = tokenizer.chat_template if build is byte_tokenizer else CHATML
     theirs = tagged.apply_chat_template(messages, return_assistant_tokens_mask=True, return_dict=True)
     ids, mask = theirs["input_ids"], theirs["assistant_masks"]
     if ids[0] != tokenizer.eos_token_id:
         ids, mask = [tokenizer.eos_token_id, *ids], [0, *mask]
-    assert part.ids.tolist() == ids
+    assert part.ids == ids
     assert part.is_target.astype(int).tolist() == mask and sum(mask)
-    again = ConversationEncoder(tagged).encode([("a", messages)])
-    assert again.is_target.tolist() == part.is_target.tolist() and again.piece_bytes == part.piece_bytes
+    (again,) = ConversationEncoder(tagged).encode([("a", messages)])
+    assert again.is_target.tolist() == part.is_target.tolist() and again.num_bytes == part.num_bytes
     answers = "".join(message["content"] for message in messages if message["role"] == "assistant")
-    assert part.piece_bytes.tolist() == [len(answers.encode())]
+    assert part.num_bytes == len(answers.encode())
 
 
 @pytest.mark.parametrize("build", [byte_tokenizer, chatml_tokenizer, spaced_tokenizer])
@@ -155,9 +155,9 @@ def test_prompt_is_where_the_answer_begins(build):
     tokenizer, messages = build(), CONVERSATIONS[0]
     prompt = ConversationEncoder(tokenizer).encode_prompt(messages[:1])
     assert prompt == tokenizer.apply_chat_template(messages[:1], add_generation_prompt=True, return_dict=False)
-    part = ConversationEncoder(tokenizer).encode([("a", messages)])
+    (part,) = ConversationEncoder(tokenizer).encode([("a", messages)])
     begins = prompt if prompt[0] == tokenizer.eos_token_id else [tokenizer.eos_token_id, *prompt]
-    assert part.ids[: part.is_target.argmax()].tolist() == begins
+    assert part.ids[: part.is_target.argmax()] == begins
 
 
 @pytest.mark.parametrize("build", [byte_tokenizer, chatml_tokenizer])
@@ -166,11 +166,11 @@ def test_text_that_spells_a_special_token_stays_text(build):
     end = tokenizer.convert_tokens_to_ids({byte_tokenizer: "<|end|>", chatml_tokenizer: "<|im_end|>"}[build])
     spelled = f"a{tokenizer.convert_ids_to_tokens(end)}b<|endoftext|>"
     messages = [message("user", spelled), message("assistant", spelled)]
-    part = ConversationEncoder(tokenizer).encode([("a", messages)])
-    assert np.count_nonzero(part.ids == end) == 2 and np.count_nonzero(part.ids == tokenizer.eos_token_id) == 1
-    answer = part.ids[part.is_target]
+    (part,) = ConversationEncoder(tokenizer).encode([("a", messages)])
+    assert part.ids.count(end) == 2 and part.ids.count(tokenizer.eos_token_id) == 1
+    answer = np.array(part.ids)[part.is_target]
     assert tokenizer.decode(answer[:-1]) == spelled and answer[-1] == end
-    assert part.piece_bytes.tolist() == [len(spelled)]
+    assert part.num_bytes == len(spelled)
 
 
 @pytest.mark.parametrize("assistant", ["gpt", "chatgpt", "bot", "model", "assistant"])
@@ -192,14 +192,14 @@ def test_turns_of_weight_0_are_only_context(tmp_path, name, template):
     weights = [[None, 0, 0, 1], [None, 0.0]]
     weighted = [[m | {"weight": w} for m, w in zip(*pair, strict=True)] for pair in zip(rows, weights, strict=True)]
     tokenizer = chatml_tokenizer(template) if template != CHAT_TEMPLATE else byte_tokenizer()
-    plain = ConversationEncoder(tokenizer).encode([("a", rows[0])])
+    (plain,) = ConversationEncoder(tokenizer).encode([("a", rows[0])])
     val_files = [write_rows(tmp_path / "val", rows)]
     data = section([write_rows(tmp_path, weighted, name)], tmp_path, val_files=val_files)
     read = load_corpus(data).write_rows(tmp_path / "rows")["train"]
-    part = ConversationEncoder(tokenizer).encode([(read[0]["name"], json.loads(read[0]["content"]))])
-    assert part.ids.tolist() == plain.ids.tolist() and part.piece_bytes.tolist() == [len("learn")]
+    (part,) = ConversationEncoder(tokenizer).encode([(read[0]["name"], json.loads(read[0]["content"]))])
+    assert part.ids == plain.ids and part.num_bytes == len("learn")
     ends = tokenizer.convert_tokens_to_ids(["<|im_end|>", "<|end|>"])
-    learned = part.ids[part.is_target]
+    learned = np.array(part.ids)[part.is_target]
     assert tokenizer.decode(learned[:-1]) == "learn" and learned[-1] in ends
     stream = tokens_of(tmp_path / "whole", weighted, name=name).train
     assert len(stream.piece_tokens) == 1 and stream.is_target.sum() == len("learn") + 1  # the second row has no target
@@ -239,7 +239,7 @@ def test_pretrained_tokenizer_without_a_template_gets_one_and_another_template_i
 def test_of_several_templates_the_default_is_used_and_exported(tmp_path):
     tokenizer = chatml_tokenizer()
     messages = CONVERSATIONS[0]
-    expected = ConversationEncoder(tokenizer).encode([("a", messages)]).ids.tolist()
+    expected = ConversationEncoder(tokenizer).encode([("a", messages)])[0].ids
     tokenizer.chat_template = {"default": UNTAGGED, "tool_use": "{{ messages }}"}
     tokenizer.save_pretrained(tmp_path / "several")
     tokens = tokens_of(tmp_path, [messages], pretrained(tmp_path / "several"))
@@ -283,17 +283,11 @@ def test_conversations_without_an_answer_are_skipped_and_said(tmp_path, caplog):
             for role in ("tool", "ASSISTANT", "assistant ")
         ),
         *(
-            (
-                [message("user", "a"), message("assistant", "b") | {key: value}],
-                f"has {key!r} in message 1, which cannot",
-            )
+            ([message("user", "a"), message("assistant", "b") | {key: value}], f"has {key!r} in message 1, which")
             for key, value in FIELDS_REFUSED.items()
         ),
         *(
-            (
-                [message("user", "a"), message("assistant", "b") | {"weight": weight}],
-                f"has weight {weight!r} in message 1",
-            )
+            ([message("user", "a"), message("assistant", "b") | {"weight": weight}], f"has weight {weight!r} in")
             for weight in (-1, 0.5, "0", False, [0])
         ),
         ([message("user", "a") | {"weight": 1}, message("assistant", "b")], "has weight 1 in message 0 of user"),
@@ -310,15 +304,9 @@ def test_row_that_is_no_conversation_is_one_line(tmp_path, row, problem):
     ("template", "problem"),
     [
         (UNTAGGED.replace("<|im_start|>assistant", "<|im_start|>model"), "writes the first 1 messages differently"),
-        (
-            UNTAGGED.replace("message['content'] + '<|im_end|>'", "message['content']"),
-            "it ends no turn of the assistant",
-        ),
+        (UNTAGGED.replace("message['content'] + '<|im_end|>'", "message['content']"), "ends no turn of the assistant"),
         (CHATML.replace("'assistant'", "'bot'"), "it marks no turn of the assistant"),
-        (
-            "{{ raise_exception('Only one message, please') }}",
-            "does not fit the chat template: Only one message, please.",
-        ),
+        ("{{ raise_exception('Only one message, please') }}", "not fit the chat template: Only one message, please."),
         ("{{ messages[", "does not fit the chat template"),
         ("{{ 1 / 0 }}", "does not fit the chat template: ZeroDivisionError: division by zero."),
         ("{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}", "template: RecursionError: maximum recursion depth"),
@@ -335,10 +323,7 @@ def test_template_that_does_not_show_the_answers_is_one_line(tmp_path, template,
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (
-            ["data.messages_column=a"],
-            "data.messages_column requires data.source hub or files, and data.split documents",
-        ),
+        (["data.messages_column=a"], "data.messages_column requires data.source hub or files, and data.split"),
         (["data.source=files", "data.files=[a]", "data.messages_column=a", "data.ids_column=b"], "are both set"),
         (["data.ids_column=ids"], "data.ids_column requires data.source hub or files, and data.split documents"),
         (["data.source=files", "data.files=[a]", "data.ids_column=ids", "train.max_steps=1"], "has only tokens; set"),

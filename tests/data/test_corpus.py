@@ -18,8 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import datasets
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -71,26 +69,6 @@ def test_text_files_are_read_byte_for_byte(tmp_path, write, files_config, ending
     documents = read(files_config(f"{tmp_path}/text/**/*", val_files=[val]), tmp_path)
     # val.txt matches data.files too: it must not be trained on
     assert documents == {"train": [name + awkward for name in ("a.txt", "b.md", "c.log")], "val": [awkward]}
-
-
-@pytest.mark.parametrize(("kind", "ending"), [("jsonl", ".zst"), ("csv", ".xz"), ("parquet", ""), ("parquet", ".bz2")])
-def test_rows_are_documents(tmp_path, write, files_config, kind, ending, awkward):
-    texts = [awkward, "", 'a "quoted", text', None, "last"]
-    if kind == "jsonl":
-        content = "".join(json.dumps({"body": text, "other": 1}) + "\n" for text in texts).encode()
-    elif kind == "csv":
-        quoted = ['"' + (text or "").replace('"', '""') + '"' for text in texts]
-        content = ("other,body\r\n" + "".join(f"1,{text}\r\n" for text in quoted)).encode()
-    else:
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.table({"body": texts}), sink)
-        content = sink.getvalue().to_pybytes()
-    rows = write(f"rows.{kind}{ending}", CODECS[ending](content))
-    val = write("val.txt", "validation")
-    documents = read(files_config(rows, val_files=[val], text_column="body"), tmp_path)
-    assert documents == {"train": [awkward, 'a "quoted", text', "last"], "val": ["validation"]}
-    message = fails(files_config(rows, val_files=[val]), tmp_path)
-    assert "'text'" in message and "body" in message and "data.text_column" in message
 
 
 @contextlib.contextmanager

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 from hfgolf.config.sections import TokenizerSection
-from hfgolf.data import lock, token_cache
-from hfgolf.data.manifest import DamagedCacheError
+from hfgolf.data import cache_folder, token_cache
+from hfgolf.data.cache_folder import DamagedCacheError
 from hfgolf.data.token_cache import load_tokens
 from hfgolf.doctor.doctor import examine
 from hfgolf.system.errors import UserError
@@ -223,10 +223,10 @@ def test_read_only_cache_can_be_read(data, monkeypatch):
 
 def test_waiting_for_the_process_that_builds_is_said(data, caplog, monkeypatch):
     caplog.set_level("INFO", logger="hfgolf")
-    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.05)
+    monkeypatch.setattr(cache_folder, "PATIENCE_SECONDS", 0.05)
     path = Path(data.cache_dir) / "build.lock"
     path.parent.mkdir(parents=True)
-    with lock.locked(path, "is a test"):
+    with cache_folder.locked(path, "is a test"):
         waiting = threading.Thread(target=load_tokens, args=(data, BYTE))
         waiting.start()
         while "waiting" not in caplog.text:

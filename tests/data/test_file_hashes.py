@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.data import file_hashes as module
-from hfgolf.data.file_hashes import file_hashes
+from hfgolf.data import cache_folder as module
+from hfgolf.data.cache_folder import file_hashes
 
 
 @pytest.fixture

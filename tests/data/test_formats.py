@@ -17,30 +17,17 @@ import fsspec
 import numpy as np
 import pytest
 from datasets import Dataset, DatasetDict
+from test_corpus import fails, read
 
 from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import load_tokens
-from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
 
 def documents(data: DataSection, folder: Path) -> list[str]:
-    """Reassemble the training documents."""
-    texts: list[str] = []
-    for row in load_corpus(data).write_pieces(folder / "pieces")["train"]:
-        texts += [""] if row["is_start"] else []
-        texts[-1] += row["text"]
-    return texts
-
-
-def fails(data: DataSection, folder: Path) -> str:
-    """Return the one-line error for `data`."""
-    with pytest.raises(UserError) as caught:
-        load_corpus(data).write_pieces(folder / "pieces")
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
+    return read(data, folder)["train"]
 
 
 @pytest.fixture
@@ -96,9 +83,8 @@ def test_folder_of_shards(tmp_path, write):
         write(name, ids.tobytes())
     write("README.md", "not a shard")
     folder = str(tmp_path / "text")
-    data = DataSection(
-        source="shards", files=[folder], val_files=[f"{folder}/*val*"], cache_dir=str(tmp_path / "cache")
-    )
+    files = {"files": [folder], "val_files": [f"{folder}/*val*"]}
+    data = DataSection(source="shards", **files, cache_dir=str(tmp_path / "cache"))
     tokens = load_tokens(data, TokenizerSection(kind="byte"))
     assert (len(tokens.train), len(tokens.val)) == (200, 100)
 
@@ -159,13 +145,8 @@ def test_members_of_an_archive_are_documents(tmp_path, write, train_on, caplog, 
         assert documents(data, tmp_path) == [awkward, "one", "two", "three"]
     assert f"data.files: {path}: 3 files read; skipped: 1 other kind (cat.png)" in caplog.messages
     names = [name for name, _, _ in load_corpus(data)._documents(tmp_path)]
-    assert names == [
-        "all.zip/b/a.txt",
-        "all.zip/rows.jsonl#0",
-        "all.zip/rows.jsonl#1",
-        "all.zip/table.tsv.bz2#0",
-        "val.txt",
-    ]
+    rows = ["all.zip/rows.jsonl#0", "all.zip/rows.jsonl#1", "all.zip/table.tsv.bz2#0"]
+    assert names == ["all.zip/b/a.txt", *rows, "val.txt"]
     renamed = load_corpus(train_on(path, text_column="n")).identity
     assert renamed != load_corpus(data).identity
 
@@ -175,9 +156,7 @@ def test_only_member_of_an_archive_may_have_any_name(tmp_path, write, train_on):
     assert "data.source shards" in fails(train_on(write("t.zip", zipped({"t.bin": b"AA"}))), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("name", "end"), [("cut.zip", -30), ("none.zip", 3), ("cut.txt.bz2", -9), ("cut.jsonl.xz", -9)]
-)
+@pytest.mark.parametrize(("name", "end"), [("cut.zip", -30), ("none.zip", 3), ("cut.txt.bz2", -9), ("cut.json.xz", -9)])
 def test_damaged_archive_is_one_line(tmp_path, write, train_on, name, end):
     text = b'{"text": "one"}\n' * 99
     packed = {".zip": zipped({"a.txt": text}), ".bz2": bz2.compress(text), ".xz": lzma.compress(text)}
@@ -222,10 +201,7 @@ def test_nested_columns(tmp_path, train_on, kind, column, texts):
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        (
-            "message.contents",
-            "row 0 (line 1): 'message.contents' leads nowhere: there is no 'contents' in a dict of content",
-        ),
+        ("message.contents", "row 0 (line 1): 'message.contents' leads nowhere: there is no 'contents' in a dict"),
         ("mesage.content", "no column 'mesage'; set data.text_column to one of: message, conversation, dotted.name;"),
         ("conversation.text", "there is no 'text' in a list"),
         ("message.content.0", "there is no '0' in text"),

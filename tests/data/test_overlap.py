@@ -12,9 +12,7 @@ import numpy as np
 import pytest
 
 from hfgolf.config.sections import DataSection, TokenizerSection
-from hfgolf.data import overlap
-from hfgolf.data.overlap import count_overlap
-from hfgolf.data.token_cache import TokenCache, load_tokens
+from hfgolf.data.token_cache import TokenCache, count_overlap, load_tokens
 from hfgolf.data.token_stream import TokenStream
 from hfgolf.system.wording import describe_overlap
 
@@ -35,18 +33,17 @@ def stream_of(documents: list[list[bytes]], pieces_per_chunk: int) -> TokenStrea
     return TokenStream(tuple(chunks), counts, sizes, Path("unused"), b"", 257)
 
 
-@pytest.mark.parametrize("pieces_at_once", [1, 2, 3, 7, 1000])
-def test_overlap_is_what_sets_of_documents_say(monkeypatch, pieces_at_once):
+@pytest.mark.parametrize("pieces_per_chunk", [1, 3, 1000])
+def test_overlap_is_what_sets_of_documents_say(pieces_per_chunk):
     """Documents of several pieces, of no token but their separator, and like others but for one token."""
-    monkeypatch.setattr(overlap, "_AT_ONCE", pieces_at_once)
-    rng = random.Random(pieces_at_once)
+    rng = random.Random(pieces_per_chunk)
     texts = [[bytes(rng.choices(b"ab", k=rng.randrange(1, 9))) for _ in range(rng.randrange(1, 4))] for _ in range(60)]
     texts += [[b"", b"x" * 40], [b"x" * 40], [b"x" * 7 + b"y" + b"x" * 32], [b""]]
     for _ in range(20):
         train, val = rng.choices(texts, k=rng.randrange(1, 40)), rng.choices(texts, k=rng.randrange(1, 40))
         trained = {b"".join(document) for document in train}
         both = [text for text in map(b"".join, val) if text in trained]
-        counted = count_overlap(stream_of(train, pieces_at_once), stream_of(val, 2), END)
+        counted = count_overlap(stream_of(train, pieces_per_chunk), stream_of(val, 2), END)
         assert (counted["val_documents"], counted["val_documents_in_train"]) == (len(val), len(both))
         all_bytes = sum(map(len, map(b"".join, val)))
         assert counted["val_share_in_train"] == pytest.approx(sum(map(len, both)) / max(1, all_bytes))

@@ -81,10 +81,7 @@ def test_ids_that_the_tokenizer_would_not_make_are_told(tmp_path):
         ([[65, 300]] * 9, r"train.jsonl#\d contains id 300, but the tokenizer has 257 entries"),
         ([[65, -1]] * 9, r"row 0 \(line 1\): 'input_ids' holds a list with -1, not of token ids"),
         ([[65, 1.5]] * 9, r"row 0 \(line 1\): 'input_ids' holds a list with 65.0, not of token ids"),
-        (
-            ["some text"] * 9,
-            "'input_ids' holds text, not a list of token ids; name a column of text by data.text_column",
-        ),
+        (["some text"] * 9, "'input_ids' holds text, not a list of token ids; name a column of text by"),
         ([[65]], "split of data.source files is empty: too few documents have token ids"),
     ],
 )

@@ -57,9 +57,7 @@ def test_ids_are_sentencepieces(tmp_path, rules):
 
 def test_special_tokens_are_those_of_the_file_and_survive_export(tmp_path):
     tokenizer = load_sentencepiece(MODEL)
-    assert [tokenizer.pad_token_id, tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id] == [
-        *range(4)
-    ]
+    assert [getattr(tokenizer, f"{name}_token_id") for name in ("pad", "bos", "eos", "unk")] == [0, 1, 2, 3]
     tokenizer.save_pretrained(tmp_path)
     loaded = AutoTokenizer.from_pretrained(tmp_path)
     assert loaded.decode(loaded(TEXT)["input_ids"]) == tokenizer.decode(tokenizer(TEXT)["input_ids"])

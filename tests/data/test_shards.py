@@ -123,6 +123,12 @@ def test_sentencepiece_bytes_follow_the_challenge_rule(tmp_path):
     assert counted == [0, 3, 1, 2, 1, 7, 0, 6, 4, 0, 2]
 
 
+def refuses(path: Path, message: str, vocab_size: int = 2**16) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        open_shard(path, vocab_size)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -135,10 +141,7 @@ def test_sentencepiece_bytes_follow_the_challenge_rule(tmp_path):
     ],
 )
 def test_wrong_header_is_one_line(tmp_path, content, message):
-    path = write_shard(tmp_path / "train.bin", **{"ids": [1, 2]} | content)
-    with pytest.raises(UserError) as caught:
-        open_shard(path)
-    assert str(path) in str(caught.value) and message in str(caught.value) and "\n" not in str(caught.value)
+    refuses(write_shard(tmp_path / "train.bin", **{"ids": [1, 2]} | content), message)
 
 
 LARGE = 128_256  # entries of Llama 3
@@ -195,9 +198,7 @@ def test_ids_are_read_by_the_width_that_the_file_states_or_proves(tmp_path, name
 )
 def test_width_that_nothing_tells_is_refused(tmp_path, ids, vocab_size, dtype, found):
     path = write_shard(tmp_path / "a.bin", ids, header=False, dtype=dtype)
-    with pytest.raises(UserError, match=f"a.bin does not tell the width of its ids: .*{found} of .* as .npy") as caught:
-        open_shard(path, vocab_size)
-    assert "\n" not in str(caught.value)
+    refuses(path, f"a.bin does not tell the width of its ids: .*{found} of .* as .npy", vocab_size)
 
 
 @pytest.mark.parametrize(
@@ -214,9 +215,7 @@ def test_width_that_nothing_tells_is_refused(tmp_path, ids, vocab_size, dtype, f
 def test_file_of_another_kind_or_cut_is_one_line(tmp_path, name, content, problem):
     (tmp_path / name).write_bytes(content)
     (tmp_path / "a.ds.metadata").write_text("gpt2\n5000")
-    with pytest.raises(UserError, match=problem) as caught:
-        open_shard(tmp_path / name, 50_257)
-    assert "\n" not in str(caught.value) and name in str(caught.value)
+    refuses(tmp_path / name, problem, 50_257)
 
 
 @pytest.mark.parametrize("wrong", [-1, 50_257, 2**33])
@@ -260,9 +259,7 @@ def test_numpy_files_state_their_width_and_byte_order(tmp_path, dtype):
 def test_wrong_numpy_file_is_one_line(tmp_path, array, message):
     path = tmp_path / "train.npy"
     path.write_bytes(b"\x93NUMPY") if array is None else np.save(path, array)
-    with pytest.raises(UserError, match=message) as caught:
-        open_shard(path)
-    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+    refuses(path, message)
 
 
 def test_validation_shards_that_also_train_are_told(tmp_path, caplog):

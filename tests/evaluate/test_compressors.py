@@ -11,7 +11,7 @@ import pytest
 
 from hfgolf.config.parse import load_config
 from hfgolf.data.token_cache import load_tokens
-from hfgolf.evaluate.compressors import compressor_scores
+from hfgolf.evaluate.bits_per_byte import compressor_scores
 
 SOURCE = Path(__file__).read_text(encoding="utf-8") * 4
 TEXTS = ["naïve 🌍\n" * 50 + SOURCE[:8000], SOURCE[4000:] * 3]

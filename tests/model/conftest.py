@@ -9,54 +9,20 @@ import torch
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
-TINY = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "max_position_embeddings": 64,
-}
-GPT2_STYLE = {
-    "norm": "layernorm",
-    "position_embedding": "learned",
-    "activation": "gelu_new",
-    "use_bias": True,
-    "qk_norm": False,
-    "embedding_norm": False,
-}
-BASELINE = {  # with the proportions of configs/golf_baseline.yaml
-    "num_hidden_layers": 5,
-    "num_key_value_heads": 2,
-    "intermediate_size": 64,
-    "norm_weight": False,
-    "norm_eps": 1.1920929e-07,
-    "query_gain": 1.5,
-    "branch_scale": True,
-    "embedding_residual": True,
-    "unet_skips": "add",
-    "matrix_init": "uniform",
-    "tied_embedding_std": 0.005,
-    "logit_soft_cap": 30.0,
-}
-RECORD = BASELINE | {  # with those of configs/golf_record.yaml
-    "num_hidden_layers": 6,
-    "intermediate_size": None,
-    "query_gain": 5.0,
-    "unet_skips": "gated",
-    "matrix_init": "orthogonal",
-    "activation": "leaky_relu2",
-    "rope_dims": 2,
-    "norm_depth_scale": True,
-    "exclude_self_value": "all",
-    "parallel_from": 4,
-    "lanes": True,
-    "loop": [2, 3, 3],
-    "head_gate": 12,
-    "head_gate_scale": 0.5,
-    "smear_gate": 12,
-    "attention_span": "document",
-    "bos_token_id": 7,
-}
+TINY = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+TINY["max_position_embeddings"] = 64
+GPT2_STYLE: dict[str, Any] = {"norm": "layernorm", "position_embedding": "learned", "activation": "gelu_new"}
+GPT2_STYLE |= {"use_bias": True, "qk_norm": False, "embedding_norm": False}
+# with the proportions of configs/golf_baseline.yaml
+BASELINE: dict[str, Any] = {"num_hidden_layers": 5, "num_key_value_heads": 2, "intermediate_size": 64}
+BASELINE |= {"norm_weight": False, "norm_eps": 1.1920929e-07, "query_gain": 1.5, "branch_scale": True}
+BASELINE |= {"embedding_residual": True, "unet_skips": "add", "matrix_init": "uniform"}
+BASELINE |= {"tied_embedding_std": 0.005, "logit_soft_cap": 30.0}
+# with those of configs/golf_record.yaml
+RECORD = BASELINE | {"num_hidden_layers": 6, "intermediate_size": None, "query_gain": 5.0, "unet_skips": "gated"}
+RECORD |= {"matrix_init": "orthogonal", "activation": "leaky_relu2", "rope_dims": 2, "norm_depth_scale": True}
+RECORD |= {"exclude_self_value": "all", "parallel_from": 4, "lanes": True, "loop": [2, 3, 3], "head_gate": 12}
+RECORD |= {"head_gate_scale": 0.5, "smear_gate": 12, "attention_span": "document", "bos_token_id": 7}
 # One entry per config option that differs from the modern default, then the combinations that interact.
 OPTIONS = {
     "modern": {},
@@ -73,11 +39,7 @@ OPTIONS = {
     "no_embedding_norm": {"embedding_norm": False},
     "soft_cap": {"logit_soft_cap": 5.0},
     "untied": {"tie_word_embeddings": False},
-    "untied_learned_no_norm": {
-        "tie_word_embeddings": False,
-        "position_embedding": "learned",
-        "embedding_norm": False,
-    },
+    "untied_learned_no_norm": {"tie_word_embeddings": False, "position_embedding": "learned", "embedding_norm": False},
     "grouped": {"num_key_value_heads": 2},
     "one_key_value_head": {"num_key_value_heads": 1},
     "initializer_range": {"initializer_range": 0.1},

@@ -142,8 +142,5 @@ def record_logits(weights: Weights, ids: Tensor, c: SimpleNamespace, encoder: li
             lane0 = skipped(lane0, place)
         attended, transformed = attend(lane0, i)[1], transform(lane1, i)
         (r0, p00, p10), (r1, p01, p11) = weights["model.lane_mix"][i]
-        lanes = (
-            r0 * lane0 + p00 * attended + p10 * transformed,
-            r1 * lane1 + p01 * attended + p11 * transformed,
-        )
+        lanes = (r0 * lane0 + p00 * attended + p10 * transformed, r1 * lane1 + p01 * attended + p11 * transformed)
     return capped_logits((lanes[0] + lanes[1]) / 2, e, c)

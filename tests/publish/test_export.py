@@ -62,17 +62,9 @@ def test_exported_model_works_without_hfgolf(exported, hub, python, tmp_path):
 
 
 def test_exported_folder_is_complete_and_readable(exported):
-    assert {path.name for path in exported.iterdir()} == {
-        "README.md",
-        "config.json",
-        "configuration_golf.py",
-        "generation_config.json",
-        "layers_golf.py",
-        "model.safetensors",
-        "modeling_golf.py",
-        "tokenizer.json",
-        "tokenizer_config.json",
-    }
+    code = {"configuration_golf.py", "layers_golf.py", "modeling_golf.py"}
+    files = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    assert {path.name for path in exported.iterdir()} == {*files, *code, "tokenizer_config.json"}
     modes = {stat.S_IMODE(path.stat().st_mode) for path in exported.iterdir()}
     assert len(modes) == 1, "safetensors alone would be readable by its owner only"
     generation = json.loads((exported / "generation_config.json").read_text())

@@ -15,7 +15,7 @@ from tiny_export import build_tiny
 
 from hfgolf.checkpoint.store import begin_checkpoint, commit_checkpoint, prune
 from hfgolf.config.sections import TokenizerSection
-from hfgolf.data.hub_cache import is_cached_only
+from hfgolf.data.downloads import is_cached_only
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.publish import load
 from hfgolf.publish.load import load_exported
