@@ -15,10 +15,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hfgolf.report import figures
-from hfgolf.report.charts import CHARTS
+from hfgolf.report import charts
+from hfgolf.report.charts import CHARTS, draw_charts, line_style
 from hfgolf.report.curves import MAX_POINTS, read_curve, smooth
-from hfgolf.report.figures import draw_charts, line_style
 from hfgolf.report.headlines import basis
 from hfgolf.report.report import render_page, write_report
 from hfgolf.run import metrics
@@ -122,9 +121,9 @@ def event(kind, step, **details):
 
 @pytest.fixture(autouse=True)
 def own_images(monkeypatch):
-    to_png: Any = figures.Drawing.to_png
-    monkeypatch.setattr(figures.Drawing, "to_png", to_png.__wrapped__)  # that of conftest.py draws only once
-    monkeypatch.setattr(figures, "DPI", 20)  # faster
+    to_png: Any = charts.Drawing.to_png
+    monkeypatch.setattr(charts.Drawing, "to_png", to_png.__wrapped__)  # that of conftest.py draws only once
+    monkeypatch.setattr(charts, "DPI", 20)  # faster
 
 
 def chart(name, *folders):
@@ -267,28 +266,19 @@ def test_time_split_adds_up_to_the_wall_clock(folder):
     assert final["seconds"] == pytest.approx(30) and final["dollars"] == pytest.approx(0.3)
 
 
-def test_time_table_adds_up(folder):
-    page = report(folder(rows()), price=3600)
+def test_time_table_adds_up_and_idle_time_is_no_share_of_the_work(folder):
+    made = rows()
+    made[-1]["logged_at"] += 1000
+    page = report(folder(made), price=3600)
     assert page.row("train") == ["54 s", "83.1 %", "", "$54.00"]
     assert page.row("work") == ["1 min 05 s", "100 %", "", "$65.00"]
+    assert page.row("idle")[:2] == ["16 min 40 s", ""] and page.row("wall clock")[:2] == ["17 min 45 s", ""]
     shares = [float(page.row(kind)[1].split()[0]) for kind in ("setup", "train", "data")]
     assert sum(shares) == pytest.approx(100, abs=0.2)
     assert page.figures["cost"] == "$65.00" and "At $3,600.00 per hour" in page.text
-
-
-def test_idle_time_is_no_share_of_the_work(folder):
-    made = rows(10)
-    made[-1]["logged_at"] += 1000
-    page = report(folder(made))
-    assert page.row("idle")[:2] == ["16 min 40 s", ""] and page.row("wall clock")[:2] == ["16 min 55 s", ""]
-    assert page.row("train")[1] == "60.0 %"  # of the 15 seconds of work
-
-
-def test_clock_set_back_gives_no_negative_time(folder):
-    made = rows(10)
-    made[-1]["logged_at"] -= 3600
-    seconds = seconds_by_kind(read_run(folder(made)))
-    assert seconds["idle"] == 0 and sum(seconds.values()) == pytest.approx(15)
+    made[-1]["logged_at"] -= 4600  # a clock that was set back
+    seconds = seconds_by_kind(read_run(folder(made, name="back")))
+    assert seconds["idle"] == 0 and sum(seconds.values()) == pytest.approx(65)
 
 
 def test_price_comes_from_the_option_then_the_config(folder):
@@ -347,7 +337,7 @@ def test_runs_side_by_side(folder):
     (loss, *_) = draw_charts([read_run(one), read_run(two)])
     (axes,) = loss.figure.axes
     assert [text.get_text() for text in axes.get_legend().get_texts()] == ["one", "two"]
-    assert {line.get_color() for line in axes.lines} == {line_style(0).color, line_style(1).color}
+    assert {line.get_color() for line in axes.lines} == {line_style(0)[0], line_style(1)[0]}
 
 
 def compared(folder, **second):
@@ -367,15 +357,16 @@ def test_the_better_run_is_bold_and_its_difference_is_stated(folder):
     assert best == ["2.9000", "1.4500"]
 
 
-def test_losses_over_other_tokens_are_not_compared(folder):
-    page, second, best = compared(folder, val_loss=2.9, val_bits_per_byte=1.45, val_tokens=110)
-    assert second["validation loss"] == "2.9000" and best == ["1.4500"]
-    assert "bits per byte do" in page.text
-
-
-def test_scores_on_other_text_are_not_compared(folder):
-    page, second, best = compared(folder, val_loss=2.9, val_bits_per_byte=1.45, val_bytes=301)
-    assert second["bits per byte"] == "1.4500" and not best and "different amounts of text" in page.text
+@pytest.mark.parametrize(
+    ("change", "best", "says"),
+    [
+        ({"val_tokens": 110}, ["1.4500"], "bits per byte do"),
+        ({"val_bytes": 301}, [], "different amounts of text"),
+    ],
+)
+def test_scores_on_other_tokens_or_text_are_not_compared(folder, change, best, says):
+    page, second, found = compared(folder, val_loss=2.9, val_bits_per_byte=1.45, **change)
+    assert second["validation loss"] == "2.9000" and found == best and says in page.text
 
 
 def test_runs_of_the_same_name_are_numbered(folder, tmp_path):
@@ -387,8 +378,7 @@ def test_runs_of_the_same_name_are_numbered(folder, tmp_path):
 
 
 def test_thirty_runs_have_distinct_line_styles():
-    assert len({(style.color, style.dashes) for style in map(line_style, range(30))}) == 30
-    assert len({style.name for style in map(line_style, range(30))}) == 30
+    assert len({line_style(number)[:2] for number in range(30)}) == 30
 
 
 def test_run_name_is_not_parsed_as_math(folder):
@@ -472,16 +462,15 @@ def test_long_curve_retains_mean_and_extremes():
     assert (np.diff(curve.steps) > 0).all() and curve.steps[0] < 130 and curve.steps[-1] > 49_870
 
 
-@pytest.mark.parametrize("smoothing", ["mean", "median"])
 @pytest.mark.parametrize("window", [1, 7, 49])
-def test_smoothing_is_the_mean_or_median_of_as_many_values_on_both_sides(smoothing, window):
+def test_smoothing_is_the_median_of_as_many_values_on_both_sides(window):
     values = np.random.default_rng(0).normal(0, 1, 50)
-    smoothed = smooth(values, window, smoothing)
+    smoothed = smooth(values, window)
     for place in range(50):
         reach = min(window // 2, place, 49 - place)
-        assert smoothed[place] == pytest.approx(getattr(np, smoothing)(values[place - reach : place + reach + 1]))
+        assert smoothed[place] == pytest.approx(np.median(values[place - reach : place + reach + 1]))
     line = np.arange(50.0)
-    assert smooth(line, window, smoothing) == pytest.approx(line)  # neither late nor bent at its ends
+    assert smooth(line, window) == pytest.approx(line)  # neither late nor bent at its ends
 
 
 def test_a_spike_of_the_gradient_norm_does_not_lift_its_line(folder):
@@ -491,14 +480,14 @@ def test_a_spike_of_the_gradient_norm_does_not_lift_its_line(folder):
     norm = chart("grad_norm", path)
     raw, smoothed = norm.figure.axes[0].lines[:2]
     assert max(smoothed.get_ydata()) == 0.5 and max(raw.get_ydata()) == 1e6
-    assert norm.caption.startswith("The bold line is the median over 31 steps") and norm.caption in report(path).text
+    assert norm.caption.startswith("The line is the median over 31 steps") and norm.caption in report(path).text
 
 
-def test_noise_is_drawn_below_its_mean_and_the_page_says_how(folder):
+def test_noise_is_drawn_below_its_median_and_the_page_says_how(folder):
     path = folder(rows(60))
     raw, training, validation = chart("loss", path).figure.axes[0].lines
     assert [len(line.get_xdata()) for line in (raw, training, validation)] == [600, 600, 12]
-    assert "mean over 31 steps" in report(path).text
+    assert "The training line is the median over 31 steps" in report(path).text
 
 
 def test_short_curve_is_drawn_unchanged():
@@ -683,11 +672,6 @@ def test_a_golf_export_is_shown_by_tensor(folder):
     ):
         assert said in page.text
     assert "measured" not in page.text.split("golf/table.json has all")[0].split("Where the bytes are")[1]
-
-
-def test_what_was_measured_for_each_tensor_is_drawn(folder):
-    run = folder(rows())
-    golf_export_of(run)
     path = run / "golf" / "table.json"
     path.write_text(path.read_text().replace('"measured_loss": null', '"measured_loss": -1e-5'))
     assert "measured" in report(run).text
