@@ -27,11 +27,6 @@ def test_rows_and_events_are_separated_and_broken_lines_counted(tmp_path):
     assert (read.broken_lines, read.is_sampled) == (3, False)
 
 
-def test_empty_file_has_no_rows(tmp_path):
-    path = write(tmp_path / "metrics.jsonl", [])
-    assert read_metrics(path) == metrics.Metrics([], []) and read_rows(path) == []
-
-
 @pytest.mark.parametrize("tail", ["", '{"step": 100'])
 def test_long_file_is_sampled_with_all_evaluations_and_events(tmp_path, monkeypatch, tail):
     rows = [{"step": step, "val_loss": None} | (EVALUATED if step % 100 == 7 else {}) for step in range(10_000)]
