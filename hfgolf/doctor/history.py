@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hfgolf.run.loss_levels import LEVEL_STEPS
-from hfgolf.run.schema import on_subset
+from hfgolf.run.metrics import on_subset
 
 Line = dict[str, Any]
 

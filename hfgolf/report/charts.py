@@ -17,8 +17,8 @@ import numpy as np
 
 from hfgolf import palette
 from hfgolf.report.curves import MAX_POINTS, Curve, bin_numbers, read_curve
+from hfgolf.run.metrics import on_subset
 from hfgolf.run.record import RunRecord
-from hfgolf.run.schema import on_subset
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

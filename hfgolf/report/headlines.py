@@ -9,9 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hfgolf.run.metrics import is_number
+from hfgolf.run.metrics import is_number, on_subset
 from hfgolf.run.record import FIGURES, RunRecord, final_figures, format_figures
-from hfgolf.run.schema import on_subset
 
 HEADLINES = ("val_loss", "val_bits_per_byte", "seconds")
 _LEAST = ("val_loss", "val_bits_per_byte", "old_val_bits_per_byte", "train_loss", "seconds", "dollars", "memory_bytes")

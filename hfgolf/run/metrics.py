@@ -1,6 +1,6 @@
 """Write metrics.jsonl line by line during a run, and read it back even if it is damaged.
 
-A crash may cut off a line, and a file may be too long to read completely. schema.py defines the content of the lines.
+A crash may cut off a line, and a file may be too long to read completely. docs/metrics.md says what is in the lines.
 """
 
 from __future__ import annotations
@@ -137,6 +137,12 @@ class Metrics:
             self.broken_lines += 1
         else:
             (self.events if "event" in row else self.rows).append(row)
+
+
+def on_subset(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with its evaluation on the tokens of the rows before, if it is a last one on all (`subset_*`)."""
+    subset = {key.removeprefix("subset_"): value for key, value in row.items() if key.startswith("subset_")}
+    return {**row, **subset}
 
 
 def read_metrics(path: Path) -> Metrics:
