@@ -155,7 +155,7 @@ def one_image_per_chart() -> None:
 
     They are a sixth of a tiny run. tests/report draws its own.
     """
-    from hfgolf.report.figures import Drawing
+    from hfgolf.report.charts import Drawing
 
     to_png = Drawing.to_png
     images: dict[str, bytes] = {}

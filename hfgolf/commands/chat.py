@@ -10,6 +10,7 @@ lines is a prompt, and only the answers are printed:
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ _COMMANDS = {
     "/help": "show this list",
     "/quit": "end, like Ctrl-D; Ctrl-C ends an answer",
 }
+_NAMES = [*(f"/{name}" for name in SAMPLING), *_COMMANDS]
 
 
 def main() -> None:
@@ -59,11 +61,11 @@ def chat(name: str, settings: dict[str, Any]) -> None:
         print(f"model: {found}", file=sys.stderr)
     with ThreadPoolExecutor(1) as executor:
         loading = executor.submit(_load, name, found)
-        for line in _typed_lines() if is_terminal else _piped_lines():
+        for line in _lines(is_terminal):
             if line.split()[:1] == ["/quit"]:
                 return
             try:
-                if _is_command(line):
+                if line.startswith("/") and close_match(line.split()[0], _NAMES):  # a text may begin with a slash, too
                     _obey(line, settings, loading.result)
                 else:
                     _answer(loading.result(), line, settings, is_terminal)
@@ -84,10 +86,7 @@ class Talk:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
         self.is_chat = bool(tokenizer.chat_template)
         self._model, self._tokenizer = model, tokenizer
-        self._messages: list[dict[str, str]] = []
-
-    def reset(self) -> None:
-        self._messages = []
+        self.messages: list[dict[str, str]] = []
 
     def answer(self, line: str, write: Callable[[str], object], settings: dict[str, Any]) -> TextStream:
         """Write the continuation of a text, or the answer to a message, piece by piece; return what was written.
@@ -95,33 +94,25 @@ class Talk:
         An answer that is interrupted remains in the conversation. Raises UserError like `generate_ids`.
         """
         from hfgolf.data.chat import stop_ids
-        from hfgolf.evaluate.sample import TextStream, generate_ids, text_ids
+        from hfgolf.evaluate.sample import TextStream, conversation_ids, generate_ids, text_ids
 
         if not self.is_chat:
             ids = text_ids(self._tokenizer, line)
             stream = TextStream(self._tokenizer, ids[1:], write)
             generate_ids(self._model, self._tokenizer, ids, streamer=stream, **settings)
             return stream
-        messages, ids = self._within_context([*self._messages, {"role": "user", "content": line}])
+        messages = [*self.messages, {"role": "user", "content": line}]
+        context = getattr(self._model.config, "max_position_embeddings", None)
+        while len(ids := conversation_ids(self._tokenizer, messages)) >= (context or math.inf) and len(messages) > 1:
+            messages = messages[2:]  # the model can't read them all
         stream = TextStream(self._tokenizer, [], write)
         stops = stop_ids(self._tokenizer)
         try:
             generate_ids(self._model, self._tokenizer, ids, streamer=stream, eos_token_id=stops, **settings)
         finally:
             if stream.text:
-                self._messages = [*messages, {"role": "assistant", "content": stream.text}]
+                self.messages = [*messages, {"role": "assistant", "content": stream.text}]
         return stream
-
-    def _within_context(self, messages: list[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
-        """Return the messages and their tokens, without the oldest ones if the model cannot read them all."""
-        from hfgolf.evaluate.sample import conversation_ids
-
-        context = getattr(self._model.config, "max_position_embeddings", None)
-        ids = conversation_ids(self._tokenizer, messages)
-        while context is not None and len(ids) >= context and len(messages) > 1:
-            messages = messages[2:]
-            ids = conversation_ids(self._tokenizer, messages)
-        return messages, ids
 
 
 def _load(name: str, found: str) -> Talk:
@@ -136,7 +127,11 @@ def _load(name: str, found: str) -> Talk:
     return Talk(model, tokenizer)
 
 
-def _typed_lines() -> Iterator[str]:
+def _lines(is_terminal: bool) -> Iterator[str]:
+    if not is_terminal:
+        for number, line in enumerate(sys.stdin.buffer, start=1):
+            yield read_utf8(f"standard input, line {number}", line).rstrip("\r\n")
+        return
     with suppress(ImportError):  # input() then has a history and the keys of a shell; Windows has its own
         import readline  # noqa: F401
     while True:
@@ -144,16 +139,11 @@ def _typed_lines() -> Iterator[str]:
             line = input("> ")
         except KeyboardInterrupt:
             print()
-            continue
         except EOFError:
             print()
             return
-        yield line
-
-
-def _piped_lines() -> Iterator[str]:
-    for number, line in enumerate(sys.stdin.buffer, start=1):
-        yield read_utf8(f"standard input, line {number}", line).rstrip("\r\n")
+        else:
+            yield line
 
 
 def _answer(talk: Talk, line: str, settings: dict[str, Any], is_terminal: bool) -> None:
@@ -172,21 +162,12 @@ def _answer(talk: Talk, line: str, settings: dict[str, Any], is_terminal: bool) 
     settings["seed"] += 1
 
 
-def _is_command(line: str) -> bool:
-    """Return whether a line is a command or nearly one. A text may begin with a slash, too."""
-    return line.startswith("/") and close_match(line.split()[0], _names()) is not None
-
-
-def _names() -> list[str]:
-    return [*(f"/{name}" for name in SAMPLING), *_COMMANDS]
-
-
 def _obey(line: str, settings: dict[str, Any], talk: Callable[[], Talk]) -> None:
     command, _, value = line.strip().partition(" ")
-    if command not in _names():
-        raise UserError(f"there is no command {command}; did you mean {close_match(command, _names())}?")
+    if command not in _NAMES:
+        raise UserError(f"there is no command {command}; did you mean {close_match(command, _NAMES)}?")
     if command == "/reset":
-        talk().reset()
+        talk().messages = []
     elif command == "/help":
         rows = {f"/{name} {settings[name]}": text for name, (_, _, text) in SAMPLING.items()} | _COMMANDS
         print(*(f"  {usage:<22}{text}" for usage, text in rows.items()), sep="\n", file=sys.stderr)

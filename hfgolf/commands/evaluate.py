@@ -8,11 +8,12 @@ Or on tasks of lm-eval (pip install lm-eval). Their results are recorded in the 
 import json
 import sys
 from pathlib import Path
-from typing import Any
 
 from hfgolf.commands.options import ScriptParser, add_model, bounded, check_output, take_words
 from hfgolf.run.find_model import find_model
 from hfgolf.system.errors import UserError
+from hfgolf.system.signals import Signals
+from hfgolf.train.console import quiet_libraries
 
 _FOR_TASKS = ("model", "tasks", "batch_size", "sequence_length", "mixed_precision")
 
@@ -80,14 +81,21 @@ def main() -> int:
         others += ["certificate"] * (path is not None)
         for name in set(others).difference(_FOR_TASKS):
             raise UserError(f"--{name}: is for --files; lm-eval's tasks say themselves how they are scored.")
-        return _evaluate_tasks({name: arguments[name] for name in _FOR_TASKS}, as_json)
+        from hfgolf.commands.evaluate_tasks import evaluate_tasks, record
+
+        quiet_libraries()
+        with Signals("before the end; nothing was written"):
+            evaluation = evaluate_tasks(**{name: arguments[name] for name in _FOR_TASKS})
+        written = record(evaluation)
+        print(json.dumps(evaluation.results) if as_json else evaluation.table)
+        if written:
+            print(f"recorded in {' and '.join(map(str, written))}", file=sys.stderr)
+        return 0
     del arguments["tasks"]
     if path is not None:
         check_output("--certificate", path, ["json"])
 
     from hfgolf.commands.evaluate_text import EvaluationOptions, evaluate_text
-    from hfgolf.system.signals import Signals
-    from hfgolf.train.console import quiet_libraries
 
     options = EvaluationOptions(**arguments, certify=path is not None)
     quiet_libraries()
@@ -101,19 +109,4 @@ def main() -> int:
         print(*(f"no score: {reason}" for reason in refusals), sep="\n", file=sys.stderr)
         return 1
     print(json.dumps(result.figures()) if as_json else result.table())
-    return 0
-
-
-def _evaluate_tasks(options: dict[str, Any], as_json: bool) -> int:
-    from hfgolf.commands.evaluate_tasks import evaluate_tasks, record
-    from hfgolf.system.signals import Signals
-    from hfgolf.train.console import quiet_libraries
-
-    quiet_libraries()
-    with Signals("before the end; nothing was written"):
-        evaluation = evaluate_tasks(**options)
-    written = record(evaluation)
-    print(json.dumps(evaluation.results) if as_json else evaluation.table)
-    if written:
-        print(f"recorded in {' and '.join(map(str, written))}", file=sys.stderr)
     return 0

@@ -109,7 +109,10 @@ def record(evaluation: TaskEvaluation) -> list[Path]:
         new = {task: {"model": folder.name, **found, "weights": weights} for task, found in evaluation.results.items()}
         write_text(run.tasks, json.dumps(read_json(run.tasks) | new, indent=1))
         written.append(run.tasks)
-    metrics = {task: _plain_metrics(found["metrics"]) for task, found in evaluation.results.items()}
+    metrics = {  # without standard errors, and without the name of lm-eval's filter if there is none
+        task: {name.removesuffix(",none"): value for name, value in found["metrics"].items() if "_stderr" not in name}
+        for task, found in evaluation.results.items()
+    }
     shots = {task: found["num_fewshot"] for task, found in evaluation.results.items()}
     if add_task_results(folder / "README.md", metrics, shots, f"lm-eval {version('lm-eval')}"):
         written.append(folder / "README.md")
@@ -119,8 +122,3 @@ def record(evaluation: TaskEvaluation) -> list[Path]:
 def _is_figure(key: str, value: Any) -> bool:
     """Return whether a result is a metric, whose key ends in the name of a filter, and has a finite value."""
     return "," in key and isinstance(value, int | float) and math.isfinite(value)  # otherwise it may be "N/A"
-
-
-def _plain_metrics(metrics: dict[str, float]) -> dict[str, float]:
-    """Return the metrics without standard errors, by names without lm-eval's filter if that is none."""
-    return {name.removesuffix(",none"): value for name, value in metrics.items() if "_stderr" not in name}

@@ -15,7 +15,6 @@ from typing import Any
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm import tqdm
-from transformers import PreTrainedModel
 
 from hfgolf.config.parse import ResolvedConfig
 from hfgolf.config.sections import RunConfig, TrainSection
@@ -180,7 +179,10 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
             options.files, tokenizer, vocab_size, options.text_column, Path(folder), options.train_files
         )
         model = model.to(accelerator.device)
-        batch_size = options.batch_size or _batch_size(model, length, accelerator)
+        device = accelerator.device
+        free_bytes = free_memory_bytes(device) // (1 if device.type == "cuda" else accelerator.num_processes)
+        fitting = evaluation_batch_size(model, length, device.type, free_bytes)
+        batch_size = options.batch_size or min(gather_object([fitting]))  # equal on all ranks
         settings = _scorer_settings(options, length, stride, batch_size, tokens)
         if options.per_document:
             plan, num_bytes = plan_documents(tokens.val, tokens.tokenizer, length)
@@ -196,9 +198,12 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
             )
         if options.adapt:
             plan, _ = settings.plan(tokens.val.tokens)
-        problems = (
-            _legality_problems(model, accelerator, settings, tokens, vocab_size) if options.check_legality else ()
-        )
+        problems: tuple[str, ...] = ()
+        if options.check_legality:
+            with evaluation_mode(model):
+                scorer = build_scorer(model, accelerator, settings)
+                part = legality_slice(settings, tokens.val.tokens)
+                problems = tuple(legality_problems(scorer, part, vocab_size, fixed_ids=[settings.separator]))
         certificate = None
         if options.certify:
             certificate = certify(corpus, tokens, plan, is_training_known=options.train_files is not None)
@@ -217,12 +222,6 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
     return TextEvaluation(
         options, evaluation, plan, length, batch_size, precision, adaptation, problems, certificate, is_main
     )
-
-
-def _batch_size(model: PreTrainedModel, length: int, accelerator: Accelerator) -> int:
-    """Return the windows per forward pass, equal on all ranks."""
-    device, sharing = accelerator.device, 1 if accelerator.device.type == "cuda" else accelerator.num_processes
-    return min(gather_object([evaluation_batch_size(model, length, device.type, free_memory_bytes(device) // sharing)]))
 
 
 def evaluation_precision(stated: Any) -> str:
@@ -251,12 +250,3 @@ def _scorer_settings(
         epochs=options.adapt_epochs,
         rank=options.adapt_rank,
     )
-
-
-def _legality_problems(
-    model: PreTrainedModel, accelerator: Accelerator, settings: ScorerSettings, tokens: TokenCache, vocab_size: int
-) -> tuple[str, ...]:
-    with evaluation_mode(model):
-        scorer = build_scorer(model, accelerator, settings)
-        part = legality_slice(settings, tokens.val.tokens)
-        return tuple(legality_problems(scorer, part, vocab_size, fixed_ids=[settings.separator]))

@@ -7,6 +7,7 @@ Knows only what a run leaves on disk.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from dataclasses import dataclass
@@ -86,9 +87,10 @@ def evidence(run: RunFolder) -> dict[str, Contents]:
             continue
         is_shard = path.parent.name == OPTIMIZER_FOLDER
         what = "optimizer" if is_shard else _NAMES.get(name, name.removesuffix(".pkl").replace("_", " "))
-        found.setdefault(what, {}).update(
-            {f"{path.stem}.{leaf}" if is_shard else leaf: _as_tensor(value) for leaf, value in leaves(_read(path))}
-        )
+        contents = found.setdefault(what, {})
+        for leaf, value in leaves(_read(path)):
+            tensor_or_value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+            contents[f"{path.stem}.{leaf}" if is_shard else leaf] = tensor_or_value
     return found
 
 
@@ -112,16 +114,18 @@ def relative_difference(a: Any, b: Any) -> float:
 
     Infinity if that is meaningless: different shapes or dtypes, integers, nonfinite values, or no numbers.
     """
-    a, b = (torch.tensor(x, dtype=torch.float64) if _is_floats(x) else x for x in (a, b))
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or a.dtype != b.dtype or a.shape != b.shape:
+    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
+        values = [x if isinstance(x, list) else [x] for x in (a, b)]
+        if not all(isinstance(number, float) for number in itertools.chain(*values)):
+            return math.inf
+        a, b = (torch.tensor(x, dtype=torch.float64) for x in values)
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)) or (a.dtype, a.shape) != (b.dtype, b.shape):
         return math.inf
     if not a.is_floating_point():
         return math.inf
     a, b = a.double(), b.double()
     difference = (a - b).abs().max()
-    if difference == 0:  # 0.0 and -0.0
-        return 0.0
-    share = (difference / torch.maximum(a.abs().max(), b.abs().max())).item()
+    share = (difference / torch.maximum(a.abs().max(), b.abs().max())).item() if difference else 0.0  # 0.0 and -0.0
     return share if math.isfinite(share) else math.inf
 
 
@@ -168,10 +172,6 @@ def _read(path: Path) -> Any:
     return content
 
 
-def _as_tensor(value: Any) -> Any:
-    return torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-
-
 def _bytes(value: Any) -> bytes:
     if not isinstance(value, Tensor):
         return repr(value).encode()
@@ -183,7 +183,3 @@ def _digest(contents: Contents) -> str:
     for name, value in sorted(contents.items()):
         digest.update(f"{name}: ".encode() + _bytes(value))
     return digest.hexdigest()[:12]
-
-
-def _is_floats(value: Any) -> bool:
-    return isinstance(value, float) or (isinstance(value, list) and all(isinstance(x, float) for x in value))

@@ -60,7 +60,11 @@ def main() -> None:
     quantization = arguments.quantization or "f16"
     names = {"native": "model-native", "gguf": f"model-{quantization}.gguf"}
     if arguments.run is not None:
-        _check_run(arguments.run, arguments.output is not None or arguments.to in names)
+        run, has_output = arguments.run, arguments.output is not None or arguments.to in names
+        if not any((run / name).exists() for name in ("config.yaml", "checkpoints")):
+            raise UserError(f"--run: there is no run in {run}; {models_here(str(run))}")
+        if not has_output and (run / "summary.json").exists():
+            raise UserError(f"--output: {run} is complete and its model is in {run / 'model'}; name another folder.")
     elif arguments.checkpoint is not None:
         raise UserError("--checkpoint: only a run has checkpoints; name it with --run.")
     elif arguments.to is None or arguments.output is None:
@@ -98,13 +102,6 @@ def main() -> None:
         print(f"exported step {step} to {output}")
 
 
-def _check_run(run: Path, has_output: bool) -> None:
-    if not any((run / name).exists() for name in ("config.yaml", "checkpoints")):
-        raise UserError(f"--run: there is no run in {run}; {models_here(str(run))}")
-    if not has_output and (run / "summary.json").exists():
-        raise UserError(f"--output: {run} is complete and its model is in {run / 'model'}; name another folder.")
-
-
 def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
     """Export a checkpoint's weights to `output` and return its step. Under optim.ema_export, exports the averaged ones.
 
@@ -115,13 +112,16 @@ def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
 
     from hfgolf.checkpoint.contents import EMA_NAME
     from hfgolf.checkpoint.identity import read_identity, saved_config
-    from hfgolf.checkpoint.store import STATE_NAME, Rejected, verify
+    from hfgolf.checkpoint.store import STATE_NAME, Rejected, find_checkpoint, verify
     from hfgolf.evaluate.sample import generate_text
     from hfgolf.publish.export import export_model
     from hfgolf.publish.load import load_exported
     from hfgolf.publish.model_card import model_card
 
-    checkpoint = _find(run, which)
+    found = (find_checkpoint(run.checkpoints, name) for name in (("best", "latest") if which is None else (which,)))
+    checkpoint = next((path.resolve() for path in found if path is not None and path.is_dir()), None)
+    if checkpoint is None:
+        raise UserError(f"--checkpoint: there is no {which or 'checkpoint'} in {run.checkpoints}; {_others(run)}.")
     try:
         step = verify(checkpoint)["step"]
         state = json.loads((checkpoint / STATE_NAME).read_text())
@@ -155,17 +155,6 @@ def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
     with writing("--output", output):
         export_model(model, tokenizer, output, model_card(config, summary, model))
     return step
-
-
-def _find(run: RunFolder, which: str | None) -> Path:
-    from hfgolf.checkpoint.store import find_checkpoint
-
-    best_or_latest = ("best", "latest") if which is None else (which,)
-    found = (find_checkpoint(run.checkpoints, name) for name in best_or_latest)
-    checkpoint = next((path for path in found if path is not None and path.is_dir()), None)
-    if checkpoint is None:
-        raise UserError(f"--checkpoint: there is no {which or 'checkpoint'} in {run.checkpoints}; {_others(run)}.")
-    return checkpoint.resolve()
 
 
 def _others(run: RunFolder) -> str:

@@ -69,14 +69,6 @@ class Machine:
 
 
 @dataclass(frozen=True)
-class Speed:
-    """The tokens per second of all processes, and where that figure comes from."""
-
-    tokens_per_second: float
-    source: str
-
-
-@dataclass(frozen=True)
 class Needs:
     """What a config needs on a machine. Bytes are per process."""
 
@@ -85,7 +77,6 @@ class Needs:
     rules: dict[str, int]
     """{rule of the optimizer: parameters}."""
     flops: TokenFlops
-    """FLOPs per token."""
     micro_batch_size: int
     accumulation_steps: int
     memory: TrainingMemory
@@ -104,13 +95,12 @@ class Needs:
 
 @dataclass(frozen=True)
 class Length:
-    """How long a run takes; None means unknown."""
+    """How long a run takes; None means unknown. seconds: of the steps only, without startup, compiling and saving."""
 
     steps: int
     tokens: int
     epochs: float | None
     seconds: float
-    """Seconds of the steps only, without evaluations, startup, compiling and saving."""
     evaluation_seconds: float | None
     dollars: float | None
 
@@ -175,10 +165,10 @@ def machine_with(name: str, precision: str | None, processes: int) -> tuple[Mach
     return Machine(device.name, "cuda", processes, peak, free_bytes), precision
 
 
-def assumed_speed(flops: TokenFlops, machine: Machine, recomputes: bool) -> Speed:
-    """Return the speed at ASSUMED_MFU. recomputes: gradient checkpointing costs extra FLOPs."""
+def assumed_speed(flops: TokenFlops, machine: Machine, recomputes: bool) -> float:
+    """Return the tokens per second at ASSUMED_MFU. recomputes: gradient checkpointing costs extra FLOPs."""
     each = flops.useful + (flops.recomputation if recomputes else 0)
-    return Speed(ASSUMED_MFU * machine.peak_flops / each, machine.assumed())
+    return ASSUMED_MFU * machine.peak_flops / each
 
 
 def find_needs(config: RunConfig, model: PreTrainedModel, machine: Machine) -> Needs:
@@ -221,21 +211,18 @@ def find_needs(config: RunConfig, model: PreTrainedModel, machine: Machine) -> N
     )
 
 
-def run_length(config: RunConfig, data: TokenCounts, speed: Speed, steps: int, price_per_hour: float | None) -> Length:
+def run_length(
+    config: RunConfig, data: TokenCounts, tokens_per_second: float, steps: int, price_per_hour: float | None
+) -> Length:
     """Return tokens, epochs, time and cost of a number of steps. price_per_hour: dollars; None if unknown."""
     tokens = steps * config.batch.tokens_per_step
-    seconds, evaluating = tokens / speed.tokens_per_second, evaluation_seconds(config, data, speed, steps)
-    return Length(
-        steps=steps,
-        tokens=tokens,
-        epochs=tokens / data.train_tokens if data.train_tokens else None,
-        seconds=seconds,
-        evaluation_seconds=evaluating,
-        dollars=None if price_per_hour is None else (seconds + (evaluating or 0.0)) / 3600 * price_per_hour,
-    )
+    seconds, evaluating = tokens / tokens_per_second, evaluation_seconds(config, data, tokens_per_second, steps)
+    epochs = tokens / data.train_tokens if data.train_tokens else None
+    dollars = None if price_per_hour is None else (seconds + (evaluating or 0.0)) / 3600 * price_per_hour
+    return Length(steps, tokens, epochs, seconds, evaluating, dollars)
 
 
-def evaluation_seconds(config: RunConfig, data: TokenCounts, speed: Speed, steps: int) -> float | None:
+def evaluation_seconds(config: RunConfig, data: TokenCounts, tokens_per_second: float, steps: int) -> float | None:
     """Return the seconds of all evaluations; None if the tokens are not counted.
 
     Per token, an evaluation takes a third of the work of a training step (only the forward pass).
@@ -246,18 +233,20 @@ def evaluation_seconds(config: RunConfig, data: TokenCounts, speed: Speed, steps
     each = min(config.eval_tokens or data.val_tokens, data.val_tokens)
     at_the_end = data.val_tokens if each < data.val_tokens else 0
     tokens = (times * each + at_the_end) * (2 if config.optim.has_ema else 1)
-    return tokens / (3 * speed.tokens_per_second)
+    return tokens / (3 * tokens_per_second)
 
 
-def affordable_steps(config: RunConfig, data: TokenCounts, speed: Speed, seconds: float, budget: str) -> int:
+def affordable_steps(
+    config: RunConfig, data: TokenCounts, tokens_per_second: float, seconds: float, budget: str
+) -> int:
     """Return the number of steps that fit into a time, including their evaluations.
 
     budget: the option that set it, for the error message. Raises UserError if not even one step fits.
     """
-    per_step = config.batch.tokens_per_step / speed.tokens_per_second
+    per_step = config.batch.tokens_per_step / tokens_per_second
 
     def total(steps: int) -> float:
-        return steps * per_step + (evaluation_seconds(config, data, speed, steps) or 0.0)
+        return steps * per_step + (evaluation_seconds(config, data, tokens_per_second, steps) or 0.0)
 
     max_steps = math.floor(min(seconds / per_step, 1e15)) + 1
     # 1 + 1e-9: rounding must not cost a step
@@ -265,7 +254,7 @@ def affordable_steps(config: RunConfig, data: TokenCounts, speed: Speed, seconds
     if steps < 1:
         raise UserError(
             f"{budget}: {seconds:,.3g} s is too short for one step of {config.batch.tokens_per_step:,} tokens"
-            f" ({per_step:,.3g} s at {speed.tokens_per_second:,.0f} tokens/s) with its evaluation"
+            f" ({per_step:,.3g} s at {tokens_per_second:,.0f} tokens/s) with its evaluation"
             f" ({total(1) - per_step:,.3g} s); allow more, or choose a smaller model, batch.tokens_per_step or"
             " train.eval_tokens."
         )

@@ -19,21 +19,16 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.wording import duration
 
 if TYPE_CHECKING:
-    from hfgolf.commands.needs import Length, Machine, Needs, Speed, TokenCounts
+    from hfgolf.commands.needs import Length, Machine, Needs, TokenCounts
     from hfgolf.config.sections import RunConfig
 
-ITEMS = {
-    "weights": "weights",
-    "gradients": "gradients",
+ITEMS = {  # of TrainingMemory, whose other items are named as they are
     "optimizer": "optimizer state",
     "ema": "average of the weights",
     "buckets": "DDP's buckets",
     "casts": "16-bit weights",
-    "activations": "activations",
     "loss": "loss, in chunks of logits",
     "backward": "backward pass",
-    "update": "update",
-    "peak": "peak",
 }
 
 
@@ -64,7 +59,6 @@ def main() -> None:
     resolved = load_config(run_options)
 
     from hfgolf.commands.needs import (
-        Speed,
         affordable_steps,
         assumed_speed,
         count_tokens,
@@ -89,9 +83,9 @@ def main() -> None:
         budgets.append((60 * options.minutes, f"--minutes {options.minutes:g}"))
     data = count_tokens(config)
     needs = find_needs(config, meta_model(config, data.vocabulary, machine.device), machine)
-    speed = assumed_speed(needs.flops, machine, config.model.gradient_checkpointing)
-    if options.tokens_per_second:
-        speed = Speed(options.tokens_per_second, "stated")
+    assumed = assumed_speed(needs.flops, machine, config.model.gradient_checkpointing)
+    speed = options.tokens_per_second or assumed
+    source = "stated" if options.tokens_per_second else machine.assumed()
     steps, note = planned_steps(config, data, speed)
     length = None if steps is None else run_length(config, data, speed, steps, price)
     affordable = None
@@ -104,14 +98,15 @@ def main() -> None:
     if os.environ.get("RANK", "0") != "0":
         return
     if options.json:
-        parts: dict[str, Any] = {"data": data, "machine": machine, "speed": speed}
-        parts |= {"length": length, "budget": affordable}
+        parts: dict[str, Any] = {"data": data, "machine": machine, "length": length, "budget": affordable}
         numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
         numbers |= dataclasses.asdict(needs) | {"fits": needs.fits}
         numbers |= {name: part and dataclasses.asdict(part) for name, part in parts.items()}  # None: unknown
+        numbers["speed"] = {"tokens_per_second": speed, "source": source}
         print(json.dumps(numbers, indent=1))
         return
-    print("\n".join(describe_needs(config, needs, data, machine, speed)))
+    print("\n".join(describe_needs(config, needs, data, machine)))
+    print(f"speed: {speed:,.0f} tokens/s ({source})")
     print("\n".join(describe_length(length, sum(needs.parameters.values()), price, note)))
     if affordable is not None:
         epochs = "" if affordable.epochs is None else f", {affordable.epochs:.3g} epochs"
@@ -145,7 +140,7 @@ def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> 
     return config, dataclasses.replace(machine, is_sharded=check_settings(os.environ))
 
 
-def planned_steps(config: RunConfig, data: TokenCounts, speed: Speed) -> tuple[int | None, str]:
+def planned_steps(config: RunConfig, data: TokenCounts, tokens_per_second: float) -> tuple[int | None, str]:
     """Return the steps of the run (None if unknown) and a note about them."""
     from hfgolf.data.batches import num_blocks
     from hfgolf.train.clock import step_limit
@@ -155,13 +150,13 @@ def planned_steps(config: RunConfig, data: TokenCounts, speed: Speed) -> tuple[i
         return None, "train.max_epochs needs the number of tokens"
     blocks = num_blocks(data.train_tokens, batch.sequence_length) if train.max_epochs and data.train_tokens else 0
     by_steps = step_limit(train, batch, blocks)
-    by_clock = 60 * (train.max_minutes or math.inf) * speed.tokens_per_second / batch.tokens_per_step
+    by_clock = 60 * (train.max_minutes or math.inf) * tokens_per_second / batch.tokens_per_step
     if by_clock < by_steps:
         return max(1, int(by_clock)), "limited by train.max_minutes, which also counts evaluations and compiling"
     return int(by_steps), ""
 
 
-def describe_needs(config: RunConfig, needs: Needs, data: TokenCounts, machine: Machine, speed: Speed) -> list[str]:
+def describe_needs(config: RunConfig, needs: Needs, data: TokenCounts, machine: Machine) -> list[str]:
     """Return the lines of a plan."""
     from hfgolf.measure.memory import MAX_CPU_TOKENS, USABLE_SHARE, fragmented_bytes
 
@@ -184,12 +179,9 @@ def describe_needs(config: RunConfig, needs: Needs, data: TokenCounts, machine: 
         f" accumulation steps x {machine.processes} process{'es' if machine.processes > 1 else ''}"
         f"{', FSDP2' if machine.is_sharded else ''}, uncompiled",
     ]
-    stated = [
-        dataclasses.asdict(needs.memory_without_checkpointing),
-        dataclasses.asdict(needs.memory_with_checkpointing),
-    ]
+    without, with_ = map(dataclasses.asdict, (needs.memory_without_checkpointing, needs.memory_with_checkpointing))
     names = ITEMS | {"buckets": "gathered by FSDP2"} if machine.is_sharded else ITEMS
-    rows = [(name, *(gb(memory[item]) for memory in stated)) for item, name in names.items() if stated[0][item]]
+    rows = [(names.get(item, item), gb(count), gb(with_[item])) for item, count in without.items() if count]
     lines += columns([("checkpointing", "no", "yes"), *rows])
     if machine.device == "cpu":
         lost = gb(fragmented_bytes(needs.memory))
@@ -209,24 +201,21 @@ def describe_needs(config: RunConfig, needs: Needs, data: TokenCounts, machine: 
         lines += ["", f"data: not counted ({data.note})"]
     else:
         lines += ["", f"data: {data.train_tokens:,} train tokens, {data.val_tokens:,} validation tokens"]
-    return [*lines, f"speed: {speed.tokens_per_second:,.0f} tokens/s ({speed.source})"]
+    return lines
 
 
 def describe_length(length: Length | None, parameters: int, price: float | None, note: str) -> list[str]:
     """Return the lines on steps, time and cost. note: a remark about the steps."""
     if length is None:
         return [f"run: number of steps unknown ({note})"]
-    parts = [
-        f"{length.steps:,} steps",
-        f"{length.tokens:,} tokens",
-        f"{length.tokens / parameters:.3g} per parameter",
+    each, evaluations = f"{length.tokens / parameters:.3g} per parameter", "evaluations"
+    epochs = "" if length.epochs is None else f", {length.epochs:.3g} epochs"
+    if length.evaluation_seconds is not None:
+        evaluations = f"about {duration(length.evaluation_seconds)} of evaluations"
+    lines = [
+        f"run: {length.steps:,} steps, {length.tokens:,} tokens, {each}{epochs}{f' ({note})' if note else ''}",
+        f"time: {duration(length.seconds)} of steps, plus {evaluations}, startup, compiling and saves",
     ]
-    if length.epochs is not None:
-        parts.append(f"{length.epochs:.3g} epochs")
-    lines = [f"run: {', '.join(parts)}{f' ({note})' if note else ''}"]
-    known = length.evaluation_seconds is not None
-    evaluations = f"about {duration(length.evaluation_seconds or 0.0)} of evaluations" if known else "evaluations"
-    lines.append(f"time: {duration(length.seconds)} of steps, plus {evaluations}, startup, compiling and saves")
     if length.dollars is not None:
         lines.append(f"cost: ${length.dollars:,.2f} at ${price:g} per hour")
     return lines

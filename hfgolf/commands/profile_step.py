@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import DeviceType
-from torch.autograd.profiler_util import FunctionEvent, Interval
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile, record_function, schedule
 
 from hfgolf.evaluate.context import compiled_modules, undo_compilation
@@ -153,9 +153,16 @@ def _profile(run: Run, num_steps: int, modules: bool) -> profile:
 def _marked(run: Run, modules: bool) -> Iterator[None]:
     """Add profiler scopes to the parts of a step and, if `modules`, to the model's modules."""
     model, accelerator, batches = run.model, run.accelerator, run.batches
+
+    def marked_batches() -> Iterator[dict[str, Tensor]]:
+        while True:
+            with record_function("data"):
+                batch = next(batches)
+            yield batch
+
     with ExitStack() as stack:
         stack.callback(setattr, run, "batches", batches)
-        run.batches = _marked_batches(batches)
+        run.batches = marked_batches()
         # wrap the compiled call itself, so that the scope is outside the compiled code
         _mark(stack, "forward", model, "_compiled_call_impl", model._compiled_call_impl or model._call_impl)
         _mark(stack, "backward", accelerator, "backward", accelerator.backward)
@@ -163,13 +170,6 @@ def _marked(run: Run, modules: bool) -> Iterator[None]:
             if type(module) in KIND_OF_MODULE:
                 _mark(stack, KIND_OF_MODULE[type(module)], module, "forward", module.forward)
         yield
-
-
-def _marked_batches(batches: Iterator[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    while True:
-        with record_function("data"):
-            batch = next(batches)
-        yield batch
 
 
 def _mark(stack: ExitStack, scope: str, owner: object, name: str, function: Callable[..., Any]) -> None:
@@ -213,7 +213,11 @@ def read_events(events: Iterable[FunctionEvent]) -> Profile:
                 if phase != "data":
                     kinds[phase if phase == "optimizer" else kind] += kernel.duration
         busy = _busy(events, first, last)
-        waiting = sum(_idle(busy, scope.time_range) for scope in scopes if scope.name == "data")
+        waiting = 0.0  # for data, while the GPU did nothing
+        for scope in scopes:
+            if scope.name == "data":
+                start, end = scope.time_range.start, scope.time_range.end
+                waiting += end - start - sum(max(0.0, min(b, end) - max(a, start)) for a, b in busy)
         total = sum(phases.values())  # more than the busy time if kernels overlap
         phases = {phase: us / total * sum(end - start for start, end in busy) for phase, us in phases.items()}
         phases["data"] += waiting
@@ -279,48 +283,45 @@ def _busy(events: Iterable[FunctionEvent], first: float, last: float) -> list[tu
     return busy
 
 
-def _idle(busy: list[tuple[float, float]], time_range: Interval) -> float:
-    within = (min(end, time_range.end) - max(start, time_range.start) for start, end in busy)
-    return time_range.elapsed_us() - sum(max(0.0, overlap) for overlap in within)
-
-
 def what_bounds(profile: Profile, kinds: dict[str, float], mfu: float, is_compiled: bool) -> str:
     """Return one sentence that says what bounds the step and what to try, decided by the thresholds above.
 
     kinds: fractions by kind of work, from uncompiled steps. mfu: MFU of the step without the profiler.
     """
-    shares, overhead, head = profile.shares, profile.overhead_share, kinds["head and loss"]
+    shares, overhead = profile.shares, profile.overhead_share
     larger = f"try a larger batch.micro_batch_size{'' if is_compiled else ' or train.compile true'}."
-    if shares["data"] > DATA_BOUND:
-        return (
-            f"The step waits for data {shares['data']:.0%} of its time (above {DATA_BOUND:.0%}): try data.in_memory"
-            " true or more data.num_workers."
-        )
-    if shares.get("idle", 0.0) > GPU_IDLE:
-        return (
-            f"The GPU waits {shares['idle']:.0%} of the time (above {GPU_IDLE:.0%}) for the process that launches its"
-            f" work: {larger}"
-        )
-    if overhead > OVERHEAD_BOUND:
-        return (
-            f"Many small operations bound the step: {overhead:.0%} of its computing time (above {OVERHEAD_BOUND:.0%})"
-            f" is call overhead, in Python and operations under {SMALL_OPERATION_US:.0f} us: {larger}"
-        )
-    if shares["optimizer"] > OPTIMIZER_HEAVY:
-        return (
-            f"The optimizer takes {shares['optimizer']:.0%} of the step (above {OPTIMIZER_HEAVY:.0%}): try a larger"
-            " batch.tokens_per_step, or with Muon optim.muon_every_steps 2."
-        )
-    if head > HEAD_HEAVY:
-        return (
-            f"Head and loss take {head:.0%} of the computing time (above {HEAD_HEAVY:.0%}): try a smaller"
-            " tokenizer.vocab_size."
-        )
-    if mfu > NEAR_PEAK:
-        return (
-            f"Matrix products near the machine's limit bound the step (MFU {mfu:.0%}, above {NEAR_PEAK:.0%}): only a"
-            " smaller model, fewer tokens or a faster machine makes it faster."
-        )
+    many_small = f"call overhead, in Python and in operations under {SMALL_OPERATION_US:.0f} us; {larger}"
+    cases = (  # share, threshold, what it means, what to try
+        (
+            shares["data"],
+            DATA_BOUND,
+            "The step waits for data {} of its time",
+            "try data.in_memory true or more data.num_workers.",
+        ),
+        (shares.get("idle", 0.0), GPU_IDLE, "The GPU waits {} of the time for what launches its work", larger),
+        (overhead, OVERHEAD_BOUND, "Many small operations bound the step: {} of its computing time", many_small),
+        (
+            shares["optimizer"],
+            OPTIMIZER_HEAVY,
+            "The optimizer takes {} of the step",
+            "try a larger batch.tokens_per_step, or with Muon optim.muon_every_steps 2.",
+        ),
+        (
+            kinds["head and loss"],
+            HEAD_HEAVY,
+            "Head and loss take {} of the computing time",
+            "try a smaller tokenizer.vocab_size.",
+        ),
+        (
+            mfu,
+            NEAR_PEAK,
+            "Matrix products near the machine's limit bound the step: MFU {}",
+            "only a smaller model, fewer tokens or a faster machine makes it faster.",
+        ),
+    )
+    for share, threshold, meaning, advice in cases:
+        if share > threshold:
+            return f"{meaning.format(f'{share:.0%}')} (above {threshold:.0%}): {advice}"
     largest = max(kinds, key=lambda kind: kinds[kind])
     return (
         f"No single thing bounds the step: MFU {mfu:.0%}, most of the computing time is {largest}"

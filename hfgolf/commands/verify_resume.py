@@ -88,7 +88,9 @@ def verify_resume(
     started_at = time.perf_counter()
     folder = Path(tempfile.mkdtemp(prefix="verify_resume-"))
     options = [f"--{key}={value}" for key, value in settings(resolved, plan.steps, folder).items()]
-    command = [*_launcher(plan.num_processes), *map(str, train), *arguments, *options]
+    several = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={plan.num_processes}"]
+    launcher = [sys.executable, *(several if plan.num_processes > 1 else [])]
+    command = [*launcher, *map(str, train), *arguments, *options]
     straight, killed = RunFolder(folder / "straight"), RunFolder(folder / "killed")
     try:
         with Signals("before the verdict; both runs were deleted"):
@@ -169,11 +171,6 @@ class Session:
                 self._version_read, self._last_step = version, lines[-1]["step"] if lines else 0
         return 0 if version == self._version_before else self._last_step
 
-    def resumed_step(self) -> int:
-        """Return the step that this session resumed from; 0 if it started the run."""
-        resumed = re.search(r"^resumed from .* at step (\d+)$", self.log.read_text(errors="replace"), re.MULTILINE)
-        return int(resumed[1]) if resumed else 0
-
     def kill(self) -> bool:
         """Kill -9 all processes of the session and wait for them; return False if it had already ended."""
         # not the process group: torchrun gives each of its processes its own
@@ -222,54 +219,40 @@ def run_with_kills(command: list[str], run: RunFolder, straight: RunFolder, plan
             if number <= plan.kills:
                 first, last = ((plan.steps - 1) * part // plan.kills for part in (number - 1, number))
                 target = moments.randint(first + 1, last)
-                if is_aimed:
-                    _wait_for_save(session, run, target, num_files=moments.randint(1, max_files))
-                else:
-                    _wait_for_step(session, target, and_seconds=moments.uniform(0, step_seconds))
+                num_files = moments.randint(1, max_files)
+                is_due = False
+                while session.is_running() and not is_due:
+                    is_due = session.step() >= (1 if is_aimed else target)
+                    if is_aimed and is_due:
+                        save = _pending_save(run)
+                        is_due = save is not None and save[0] >= target and save[1] >= num_files
+                    time.sleep(0.0 if is_due else _POLL_SECONDS)
+                time.sleep(0.0 if is_aimed else moments.uniform(0, step_seconds))
                 is_killed = session.kill()
             if not is_killed:
                 session.finish()
-        resumed_at = session.resumed_step()
+        log = session.log.read_text(errors="replace")
+        resumed = re.search(r"^resumed from .* at step (\d+)$", log, re.MULTILINE)
+        resumed_at = int(resumed[1]) if resumed else 0
         start = f"resumed from step {resumed_at}, {killed_at - resumed_at} repeated" if number > 1 else "started"
         if not is_killed:
             missed = f", before kill {number}" if number <= plan.kills else ""
             logger.info("session %d: %s; completed%s", number, start, missed)
             return
         killed_at, save = session.step(), _pending_save(run)
-        where = f"inside the save of {save} of {max_files} files" if save else "between saves"
+        where = "between saves"
+        if save:
+            where = f"inside the save of step {save[0]}, with {save[1]} of {max_files} files"
         where += "; it aimed at a save, which finished first" if is_aimed and not save else ""
         logger.info("session %d: %s; kill -9 after step %d, %s", number, start, killed_at, where)
 
 
-def _launcher(num_processes: int) -> list[str]:
-    if num_processes == 1:
-        return [sys.executable]
-    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_processes}"]
+def _pending_save(run: RunFolder) -> tuple[int, int] | None:
+    """Return step and number of files of the save under way; None if there is none.
 
-
-def _wait_for_step(session: Session, step: int, and_seconds: float) -> None:
-    while session.is_running() and session.step() < step:
-        time.sleep(_POLL_SECONDS)
-    time.sleep(and_seconds)
-
-
-def _wait_for_save(session: Session, run: RunFolder, step: int, num_files: int) -> None:
-    """Wait until a save of `step` or later has this many files, the last of them still being written."""
-    while session.is_running() and not (session.step() and _num_files(run, step) >= num_files):
-        time.sleep(_POLL_SECONDS)
-
-
-def _num_files(run: RunFolder, step: int) -> int:
-    """Return the number of files in the pending save if it is of `step` or later, else 0."""
+    After a kill, its hidden folder stays until the next session starts.
+    """
     with contextlib.suppress(OSError):  # the save may end meanwhile
         for partial in run.checkpoints.glob(".partial-step-*"):
-            if int(partial.name.rpartition("-")[2]) >= step:
-                return len(list(partial.iterdir()))
-    return 0
-
-
-def _pending_save(run: RunFolder) -> str | None:
-    """Describe the save that a kill interrupted; its hidden folder stays until the next session starts."""
-    for partial in run.checkpoints.glob(".partial-step-*"):
-        return f"step {int(partial.name.rpartition('-')[2])}, with {len(list(partial.iterdir()))}"
+            return int(partial.name.rpartition("-")[2]), len(list(partial.iterdir()))
     return None

@@ -18,9 +18,8 @@ from hfgolf.compare.launch import CONCURRENT_RUNS
 from hfgolf.compare.statistics import Curve, Point
 from hfgolf.config.other_names import in_current_names
 from hfgolf.run.folder import RunFolder
-from hfgolf.run.metrics import read_rows
+from hfgolf.run.metrics import on_subset, read_rows
 from hfgolf.run.record import read_json, read_summary
-from hfgolf.run.schema import on_subset
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
 

@@ -1,7 +1,6 @@
 """The doctor: reads a run's metrics, during training or afterwards, and reports symptoms, likely causes and a fix.
 
-Owns which detectors run, in which order, and that each symptom is reported only once. The detectors themselves are in
-the *symptoms.py files. Measures nothing itself and never stops a run.
+Owns that each symptom is reported only once. Measures nothing itself and never stops a run.
 """
 
 from __future__ import annotations
@@ -13,23 +12,10 @@ from typing import Any
 
 from hfgolf.config.parse import read_settings
 from hfgolf.config.sections import RunConfig
-from hfgolf.doctor.budget_symptoms import CostlyEvaluation, over_budget
-from hfgolf.doctor.feed_symptoms import SameBatches, damaged_cache, data_bound, throughput_falls
-from hfgolf.doctor.finding import Detector, Finding
+from hfgolf.doctor import resource_symptoms, symptoms
+from hfgolf.doctor.finding import Finding
 from hfgolf.doctor.history import History, Line
-from hfgolf.doctor.spike_symptoms import NORM_SPIKE, SPIKE, NormSpikes, Spikes
-from hfgolf.doctor.symptoms import (
-    Divergence,
-    blow_up,
-    constantly_clipped,
-    diverged_after_restore,
-    early_plateau,
-    near_zero_loss,
-    nonfinite,
-    nonfinite_on_tokens,
-    validation_rises,
-)
-from hfgolf.run.metrics import Metrics, read_metrics
+from hfgolf.run.metrics import Metrics, read_metrics_of
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
 
@@ -44,25 +30,7 @@ class Doctor:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self._history = History(RunConfig().flat() | dict(settings))
-        self._detectors: list[Detector] = [
-            nonfinite,
-            nonfinite_on_tokens,
-            constantly_clipped,
-            Spikes(),
-            NormSpikes(),
-            blow_up,
-            Divergence(),
-            diverged_after_restore,
-            early_plateau,
-            SameBatches(),
-            validation_rises,
-            near_zero_loss,
-            throughput_falls,
-            data_bound,
-            damaged_cache,
-            over_budget,
-            CostlyEvaluation(),
-        ]
+        self._detectors = [*symptoms.detectors(), *resource_symptoms.detectors()]
         self._reported: set[tuple[str, int | None]] = set()
 
     def observe(self, line: Line) -> list[Finding]:
@@ -78,25 +46,21 @@ class Doctor:
 
 
 def _identity(symptom: str, step: int) -> tuple[str, int | None]:
-    return symptom, step if symptom in (SPIKE, NORM_SPIKE) else None
+    return symptom, step if symptom in (symptoms.SPIKE, symptoms.NORM_SPIKE) else None
 
 
 def examine(folder: Path) -> tuple[list[Finding], Metrics]:
     """Return the findings and the metrics of a run, which may be training, complete or dead.
 
-    Raises UserError if the folder does not exist or its metrics.jsonl has no rows.
+    Raises UserError if the folder does not exist or its metrics.jsonl has neither row nor event.
     """
-    path = folder / "metrics.jsonl"
-    if not path.is_file():
-        problem = "this folder has no metrics.jsonl" if folder.is_dir() else "there is no such folder"
-        raise UserError(f"{folder}: {problem}; give the folder of a run, such as runs/small.")
+    metrics = read_metrics_of(folder)
+    config, settings = folder / "config.yaml", dict[str, Any]()
     try:
-        metrics = read_metrics(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable.") from None
-    if not metrics.rows and not metrics.events:
-        raise UserError(f"{path} has no rows; the run has not logged anything yet.")
-    doctor = Doctor(_settings(folder))
+        settings = read_settings(config) if config.is_file() else {}
+    except UserError as error:  # damaged, or from another version: the rows can still be read
+        logger.warning("%s; using the defaults instead", one_line(error))
+    doctor = Doctor(settings)
     lines = [line for line in in_order(metrics) if line.get("event") != "finding"]
     return [finding for line in lines for finding in doctor.observe(line)], metrics
 
@@ -113,12 +77,3 @@ def in_order(metrics: Metrics) -> list[Line]:
         return priority >= 0, line["step"], priority
 
     return sorted([*metrics.rows, *metrics.events], key=sort_key)
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    path = folder / "config.yaml"
-    try:
-        return read_settings(path) if path.is_file() else {}
-    except UserError as error:  # damaged, or from another version: the rows can still be read
-        logger.warning("%s; using the defaults instead", one_line(error))
-        return {}

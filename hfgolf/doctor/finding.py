@@ -48,13 +48,13 @@ def _options(values: Mapping[str, Any]) -> str:
 
 Detector = Callable[[History], Finding | None]
 
-
+IN_A_ROW = 3  # a third time in a row is no coincidence
 USUAL_LEARNING_RATES = {"muon": 0.02, "adamw": 0.003, "sgd": 0.1}
 """Peaks for small models, as in OptimSection. The best ones in benchmarks/experiments are within a factor of 3."""
 FAR_ABOVE_USUAL = 10  # times the usual rate; halving a rate above that would not help, nor doubling one as far below
 
 
-def usual_learning_rates(history: History) -> dict[str, float]:
+def _usual_learning_rates(history: History) -> dict[str, float]:
     """Return {key: usual peak} for each learning rate of the run's optimizer."""
     name = history.settings["optim.name"]
     as_adamw = name == "muon" and history.settings["optim.update_scale"] == "match_rms_adamw"
@@ -68,29 +68,17 @@ def usual_learning_rates(history: History) -> dict[str, float]:
 
 def max_learning_rate_ratio(history: History) -> float:
     """Return the largest ratio of a peak learning rate to its usual value."""
-    return max(history.settings[key] / usual for key, usual in usual_learning_rates(history).items())
+    return max(history.settings[key] / usual for key, usual in _usual_learning_rates(history).items())
 
 
 def scaled_learning_rates(history: History, factor: float) -> dict[str, Any]:
     """Return the peak learning rates times a factor, or the usual rate for one far above it, or far below if raised."""
-
-    def scaled(rate: float, usual: float) -> float:
-        is_far_below = factor > 1 and rate * FAR_ABOVE_USUAL < usual
-        return usual if is_far_below or rate > FAR_ABOVE_USUAL * usual else factor * rate
-
-    usual_rates = usual_learning_rates(history)
-    return {key: two_digits(scaled(history.settings[key], usual)) for key, usual in usual_rates.items()}
-
-
-def full_precision(history: History) -> dict[str, Any]:
-    """Return the setting that turns 16-bit compute off, or nothing if it is off already."""
-    return {} if history.settings["train.mixed_precision"] == "no" else {"train.mixed_precision": "no"}
-
-
-def faster_data(history: History) -> dict[str, Any]:
-    """Return the settings that deliver batches sooner: more workers, and the tokens in memory."""
-    in_memory = {} if history.settings["data.in_memory"] is True else {"data.in_memory": True}
-    return {"data.num_workers": max(2, 2 * history.settings["data.num_workers"])} | in_memory
+    values = {}
+    for key, usual in _usual_learning_rates(history).items():
+        rate = history.settings[key]
+        is_far_off = rate > FAR_ABOVE_USUAL * usual or (factor > 1 and rate * FAR_ABOVE_USUAL < usual)
+        values[key] = two_digits(usual if is_far_off else factor * rate)
+    return values
 
 
 def two_digits(number: float) -> float:

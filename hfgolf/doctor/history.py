@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hfgolf.run.loss_levels import LEVEL_STEPS
-from hfgolf.run.schema import on_subset
+from hfgolf.run.metrics import on_subset
 
 Line = dict[str, Any]
 
@@ -58,20 +58,6 @@ class ValidationPoint(NamedTuple):
     """The training loss at that time: the median over at most LEVEL_STEPS steps."""
 
 
-class ForecastPoint(NamedTuple):
-    """The forecast in a row: bytes of an artifact that rounding costs little (golf.forecast_every_steps)."""
-
-    step: int
-    golf_bytes: float
-
-
-class DataPosition(NamedTuple):
-    """The position in the data after a row."""
-
-    step: int
-    epoch: float
-
-
 class History:
     """The config of a run, its past, and its latest line."""
 
@@ -85,7 +71,6 @@ class History:
         self.intervals: deque[Interval] = deque(maxlen=MAX_KEPT)
         """The intervals of this session, without its first, which includes the startup."""
         self.evaluations: deque[ValidationPoint] = deque(maxlen=MAX_KEPT)
-        self.forecasts: deque[ForecastPoint] = deque(maxlen=MAX_KEPT)
         self.first_loss = math.nan
         """About ln(vocabulary); NaN if the first rows are missing."""
         self.level = math.nan
@@ -93,7 +78,8 @@ class History:
         self.lowest_level = math.inf
         self.epochs_per_step = math.nan
         """Over the steps of the latest row."""
-        self._positions: deque[DataPosition] = deque(maxlen=MAX_KEPT)
+        self._positions: deque[tuple[int, float]] = deque(maxlen=MAX_KEPT)
+        """(step, passes over the data) after each row."""
         self.skips: deque[list[Line]] = deque(maxlen=100)
         """Nonfinite steps; consecutive ones share a list."""
         self.restore: Line | None = None
@@ -112,7 +98,7 @@ class History:
     @property
     def epoch(self) -> float:
         """Passes over the training blocks at the last row; NaN if unknown."""
-        return self._positions[-1].epoch if self._positions else math.nan
+        return self._positions[-1][1] if self._positions else math.nan
 
     def losses(self, after: int, up_to: float = math.inf) -> list[float]:
         """Return the finite losses of the kept steps with after < step <= up_to."""
@@ -134,38 +120,33 @@ class History:
     def _add_row(self, row: Line) -> None:
         losses = _numbers(row.get("train_losses") or [row.get("train_loss")])
         grad_norms = _numbers(row.get("grad_norms") or [row.get("grad_norm")] * len(losses))
-        first = row["step"] + 1 - len(losses)
+        step, first = row["step"], row["step"] + 1 - len(losses)
         self.new_steps = [Step(first + i, *pair) for i, pair in enumerate(zip(losses, grad_norms, strict=False))]
         self.steps.extend(self.new_steps)
-        for step in self.new_steps:
-            if not math.isfinite(step.loss):
-                self._add_skip({"step": step.step})
-            elif math.isnan(self.first_loss) and step.step <= LEVEL_STEPS:
-                self.first_loss = step.loss
+        for new in self.new_steps:
+            if not math.isfinite(new.loss):
+                self._add_skip({"step": new.step})
+            elif math.isnan(self.first_loss) and new.step <= LEVEL_STEPS:
+                self.first_loss = new.loss
         recent = [self.steps[-i].loss for i in range(1, 1 + min(LEVEL_STEPS, len(self.steps)))]
         recent = [loss for loss in recent if math.isfinite(loss)]
         median = float(np.median(recent)) if recent else math.nan
         self.level = median if len(recent) >= LEVEL_STEPS // 2 else math.nan
         self.lowest_level = min(self.lowest_level, self.level)
-        self._add_position(DataPosition(row["step"], row.get("epoch") or 0.0))
+        step_before, epoch_before = self._positions[-1] if self._positions else (0, 0.0)
+        epoch = row.get("epoch") or 0.0
+        if step > step_before and epoch > epoch_before:
+            self.epochs_per_step = (epoch - epoch_before) / (step - step_before)
+            self._positions.append((step, epoch))
         if self._session_has_row:
             values = _numbers([row.get(name) for name in Interval._fields[2:]])
-            self.intervals.append(Interval(row["step"], len(losses), *values))
+            self.intervals.append(Interval(step, len(losses), *values))
         self._session_has_row = True
         evaluated = on_subset(row)
         if evaluated.get("val_loss") is not None:
             averaged = evaluated.get("val_loss_ema") if self.settings["optim.ema_export"] else None
             val_loss = averaged or evaluated["val_loss"]
-            self.evaluations.append(ValidationPoint(row["step"], val_loss, evaluated.get("val_tokens"), median))
-        if row.get("golf_bytes") is not None:
-            self.forecasts.append(ForecastPoint(row["step"], row["golf_bytes"]))
-
-    def _add_position(self, position: DataPosition) -> None:
-        """Update epochs_per_step, unless the row has no usable epoch (0 or NaN)."""
-        before = self._positions[-1] if self._positions else DataPosition(0, 0.0)
-        if position.step > before.step and position.epoch > before.epoch:
-            self.epochs_per_step = (position.epoch - before.epoch) / (position.step - before.step)
-            self._positions.append(position)
+            self.evaluations.append(ValidationPoint(step, val_loss, evaluated.get("val_tokens"), median))
 
     def _add_skip(self, skip: Line) -> None:
         step = skip["step"]
@@ -187,8 +168,8 @@ class History:
         is_next = last_skip in (event["step"], event.get("from_step", event["step"]))
         self._consecutive_steps = {event["step"] + 1} if is_next else set()
         kept: deque[Any]
-        for kept in (self.steps, self.intervals, self.evaluations, self.forecasts, self._positions):
-            while kept and kept[-1].step > event["step"]:
+        for kept in (self.steps, self.intervals, self.evaluations, self._positions):
+            while kept and kept[-1][0] > event["step"]:
                 kept.pop()
         if event["event"] == "resumed":  # a new process, perhaps on another machine
             self.intervals.clear()
@@ -196,7 +177,7 @@ class History:
         if event.get("begins_data"):  # other text or another order: earlier losses and epochs are not comparable
             self.steps.clear()
             self.evaluations.clear()
-            self._positions = deque([DataPosition(event["step"], 0.0)], maxlen=MAX_KEPT)
+            self._positions = deque([(event["step"], 0.0)], maxlen=MAX_KEPT)
             self.lowest_level = math.inf
 
 

@@ -7,22 +7,23 @@ thresholds are above it, each with a reason. Detectors compare medians, so that 
 from __future__ import annotations
 
 import math
+from collections import deque
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from hfgolf.doctor.finding import (
     FAR_ABOVE_USUAL,
+    IN_A_ROW,
+    Detector,
     Finding,
-    full_precision,
     max_learning_rate_ratio,
     scaled_learning_rates,
     two_digits,
 )
-from hfgolf.doctor.history import History
-from hfgolf.run.loss_levels import LEVEL_STEPS, MIN_RISE, RISE, RISE_FROM_START, SIGMAS, robust_sigma
-
-IN_A_ROW = 3  # a third time in a row is no coincidence
+from hfgolf.doctor.history import History, Step
+from hfgolf.run.loss_levels import LEVEL_STEPS, MIN_RISE, RISE, RISE_FROM_START, SIGMAS, SPIKE_SHARE, robust_sigma
 
 IMMEDIATE_STEPS = 50  # or the warmup if longer; a learning rate that is much too high shows by then
 
@@ -40,7 +41,7 @@ def nonfinite(history: History) -> Finding | None:
     warmup_steps = history.settings["schedule.warmup_steps"]
     if step > max(IMMEDIATE_STEPS, warmup_steps):
         causes = ("a learning rate that is too high for this phase", "activations too large for 16 bits", "bad batches")
-        fix = scaled_learning_rates(history, 0.5) | full_precision(history)
+        fix = scaled_learning_rates(history, 0.5) | _full_precision(history)
         return Finding("NaN in mid-run", step, saw, causes, fix)
     causes = (
         "a learning rate that is much too high",
@@ -49,6 +50,11 @@ def nonfinite(history: History) -> Finding | None:
     )
     fix = scaled_learning_rates(history, 0.1) | {"schedule.warmup_steps": max(100, warmup_steps)}
     return Finding("immediate NaN", step, saw, causes, fix)
+
+
+def _full_precision(history: History) -> dict[str, Any]:
+    """Return the setting that turns 16-bit compute off, or nothing if it is off already."""
+    return {} if history.settings["train.mixed_precision"] == "no" else {"train.mixed_precision": "no"}
 
 
 MAX_CHANCE_OVERLAPS = 0.05  # expected number of text ranges that randomly drawn batches would share
@@ -62,7 +68,10 @@ def nonfinite_on_tokens(history: History) -> Finding | None:
         return None
     length = history.settings["batch.sequence_length"]
     length = min(length, history.settings.get("batch.segment_length") or length)
-    shared = _shared_ranges([skip["block_starts"] for skip in isolated], length)
+    shared = [(start, start + length) for start in sorted(isolated[0]["block_starts"])]  # [start, end) in the tokens
+    for skip in isolated[1:]:
+        overlaps = ((max(a, start), min(b, start + length)) for a, b in shared for start in skip["block_starts"])
+        shared = [(a, b) for a, b in overlaps if a < b]
     # Each block overlaps two blocks of another epoch, because every epoch cuts the text at other places.
     chance_overlaps = len(isolated[0]["block_starts"]) * (2 * history.epochs_per_step) ** (len(isolated) - 1)
     parameters = {skip["first_parameter"] for skip in isolated}
@@ -83,16 +92,7 @@ def nonfinite_on_tokens(history: History) -> Finding | None:
         "an attention mask that leaves a token nothing to attend to",
         "activations of rare tokens that are too large for 16 bits",
     )
-    return Finding("NaN on specific tokens", isolated[0]["step"], saw, causes, full_precision(history))
-
-
-def _shared_ranges(block_starts: list[list[int]], length: int) -> list[tuple[int, int]]:
-    """Return the token ranges [start, end) that every batch reads, given each batch's block starts."""
-    shared = [(start, start + length) for start in sorted(block_starts[0])]
-    for starts in block_starts[1:]:
-        overlaps = ((max(a, start), min(b, start + length)) for a, b in shared for start in starts)
-        shared = [(a, b) for a, b in overlaps if a < b]
-    return shared
+    return Finding("NaN on specific tokens", isolated[0]["step"], saw, causes, _full_precision(history))
 
 
 MIN_CLIPPED_STEPS = 50  # fewer may be a passing phase
@@ -117,47 +117,25 @@ def constantly_clipped(history: History) -> Finding | None:
         f"the gradient norm was above train.max_grad_norm {clip:g} in {share:.0%} of the last {len(norms)} steps;"
         f" its median was {median:.3g}"
     )
-    causes = ("a learning rate that is too high for this phase", f"a limit too low for norms of {median:.2g}")
-    lower_rates, higher_limit = scaled_learning_rates(history, 0.5), {"train.max_grad_norm": two_digits(2 * median)}
+    causes: tuple[str, ...] = (
+        "a learning rate that is too high for this phase",
+        f"a limit too low for norms of {median:.2g}",
+    )
+    fix = scaled_learning_rates(history, 0.5)
     length = history.settings["batch.sequence_length"]
     if history.settings["batch.tokens_per_step"] < FEW_SEQUENCES * length:
-        noise = f"fewer than {FEW_SEQUENCES} sequences per step, whose gradient is mostly noise"
-        larger = {"batch.tokens_per_step": 2 * FEW_SEQUENCES * length}
-        return Finding("gradient constantly clipped", step, saw, (noise, *causes), larger)
-    if clip < 1:  # nearly every recipe uses 1
-        return Finding("gradient constantly clipped", step, saw, causes[::-1], higher_limit)
-    return Finding("gradient constantly clipped", step, saw, causes, lower_rates)
+        causes = (f"fewer than {FEW_SEQUENCES} sequences per step, whose gradient is mostly noise", *causes)
+        fix = {"batch.tokens_per_step": 2 * FEW_SEQUENCES * length}
+    elif clip < 1:  # nearly every recipe uses 1
+        causes, fix = causes[::-1], {"train.max_grad_norm": two_digits(2 * median)}
+    return Finding("gradient constantly clipped", step, saw, causes, fix)
 
 
 BLOW_UP = 4  # times the first loss, ln(vocabulary); a batch of only unlikely tokens reached 2.3
 
 
-def blow_up(history: History) -> Finding | None:
-    """A step's training loss far above that of guessing."""
-    high = [step for step in history.new_steps if step.loss > BLOW_UP * history.first_loss]
-    if not high:
-        return None
-    step = high[0]
-    guessing = " (random guessing)" if history.settings["model.init_from"] is None else ""
-    saw = (
-        f"the training loss was {step.loss:.4g}, {step.loss / history.first_loss:.3g} times the first step's loss of"
-        f" {history.first_loss:.4g}{guessing}; gradient norm {step.grad_norm:.3g}"
-    )
-    return _divergence(history, step.step, saw, "no warmup for the first updates", rate_factor=0.1)
-
-
-def _divergence(history: History, step: int, saw: str, other_cause: str, rate_factor: float) -> Finding:
-    """Return the finding of a loss that diverges; a missing gradient clipping is a cause, and part of the fix."""
-    causes = ["a learning rate that is too high", other_cause]
-    fix = scaled_learning_rates(history, rate_factor)
-    if history.settings["train.max_grad_norm"] is None:
-        causes.insert(1, "no gradient clipping")
-        fix["train.max_grad_norm"] = 1.0
-    return Finding("divergence", step, saw, tuple(causes), fix)
-
-
 class Divergence:
-    """A training loss far above its earlier level, for more than a few steps."""
+    """A training loss far above guessing in a single step, or far above its earlier level for more than a few."""
 
     def __init__(self) -> None:
         self._lowest, self._lowest_step = math.inf, 0
@@ -165,18 +143,130 @@ class Divergence:
     def __call__(self, history: History) -> Finding | None:
         if history.latest is history.restore:  # diverged_after_restore judges the next steps
             self._lowest = math.inf
+        high = next((step for step in history.new_steps if step.loss > BLOW_UP * history.first_loss), None)
+        if high:
+            guessing = " (random guessing)" if history.settings["model.init_from"] is None else ""
+            saw = (
+                f"the training loss was {high.loss:.4g}, {high.loss / history.first_loss:.3g} times the first step's"
+                f" loss of {history.first_loss:.4g}{guessing}; gradient norm {high.grad_norm:.3g}"
+            )
+            return self._finding(history, high.step, saw, "no warmup for the first updates", 0.1)
         restored_at = history.restore["step"] if history.restore else 0
         if not history.new_steps or history.step < restored_at + LEVEL_STEPS:
             return None
         if history.level < self._lowest:
             self._lowest, self._lowest_step = history.level, history.step
         start = math.inf if restored_at else history.first_loss
-        high = max(RISE * self._lowest, self._lowest + MIN_RISE)
-        if not history.level > min(high, RISE_FROM_START * start):
+        limit = max(RISE * self._lowest, self._lowest + MIN_RISE)
+        if not history.level > min(limit, RISE_FROM_START * start):
             return None
         before, step_before = min((self._lowest, self._lowest_step), (start, 1))
         saw = f"the median training loss is now {history.level:.4g}; it was {before:.4g} at step {step_before}"
-        return _divergence(history, history.step, saw, "a different kind of text", rate_factor=0.5)
+        return self._finding(history, history.step, saw, "a different kind of text", 0.5)
+
+    def _finding(self, history: History, step: int, saw: str, other_cause: str, rate_factor: float) -> Finding:
+        causes = ["a learning rate that is too high", other_cause]
+        fix = scaled_learning_rates(history, rate_factor)
+        if history.settings["train.max_grad_norm"] is None:
+            causes.insert(1, "no gradient clipping")
+            fix["train.max_grad_norm"] = 1.0
+        return Finding("divergence", step, saw, tuple(causes), fix)
+
+
+SPIKE, NORM_SPIKE = "isolated loss spike", "gradient norm spike"
+SPIKE_BASE_STEPS = 50
+MAX_SPIKE_STEPS = 20  # anything longer is not a spike
+NORM_SPIKE_RATIO = 4  # to the usual norm; healthy runs reached 2.5, runs with too high a learning rate 4.5 and 5
+NORM_LEAD_STEPS = 2  # if the loss reacts to a norm spike, it does so within this many steps
+
+
+class Spikes:
+    """A loss that jumps and recovers within a few steps. Reports spike number 1, 2, 4, 8 and so on."""
+
+    def __init__(self) -> None:
+        self._base: deque[float] = deque(maxlen=SPIKE_BASE_STEPS)
+        self._spike: list[Step] = []
+        self._count = 0
+
+    def __call__(self, history: History) -> Finding | None:
+        if history.latest is history.restore:
+            self._base.clear()
+            self._spike = []
+        findings = [self._add(step, history) for step in history.new_steps if math.isfinite(step.loss)]
+        return next((finding for finding in reversed(findings) if finding), None)
+
+    def _add(self, step: Step, history: History) -> Finding | None:
+        base = self._base
+        if len(base) >= LEVEL_STEPS // 2 and step.loss > max(*base, _spike_limit(base)):
+            self._spike.append(step)
+            if len(self._spike) > MAX_SPIKE_STEPS:  # the higher loss is the new normal
+                base.clear()
+                base.extend(s.loss for s in self._spike)
+                self._spike = []
+            return None
+        spike, self._spike = self._spike, []
+        usual = float(np.median(base)) if base else math.nan
+        base.append(step.loss)
+        top = max(spike, key=lambda step: step.loss, default=step)
+        if not spike or top.loss > BLOW_UP * history.first_loss:
+            return None  # the second is a divergence
+        self._count += 1
+        saw = (
+            f"the training loss rose from {usual:.4g} to {top.loss:.4g} (gradient norm {top.grad_norm:.3g}) and was"
+            f" back after {len(spike)} step{'s' if len(spike) > 1 else ''}"
+        )
+        return _numbered(history, SPIKE, top.step, saw, self._count, "an unusual batch, harmless if it is rare")
+
+
+class NormSpikes:
+    """A gradient norm that spikes when the loss does not, or not yet. Reports at the same numbers as Spikes."""
+
+    def __init__(self) -> None:
+        self._base: deque[Step] = deque(maxlen=SPIKE_BASE_STEPS)
+        self._was_spike = False
+        self._count = 0
+
+    def __call__(self, history: History) -> Finding | None:
+        if history.latest is history.restore:
+            self._base.clear()
+        findings = [self._add(step, history) for step in history.new_steps if math.isfinite(step.grad_norm)]
+        return next((finding for finding in reversed(findings) if finding), None)
+
+    def _add(self, step: Step, history: History) -> Finding | None:
+        norms, losses = [s.grad_norm for s in self._base], [s.loss for s in self._base]
+        self._base.append(step)
+        was_spike, self._was_spike = self._was_spike, False
+        if len(norms) < LEVEL_STEPS // 2 or step.grad_norm < NORM_SPIKE_RATIO * float(np.median(norms)):
+            return None
+        self._was_spike = True
+        limit = _spike_limit(losses)
+        if was_spike or not step.loss < limit or np.median(losses) > history.first_loss:
+            return None  # the loss already shows it
+        self._count += 1
+        later = [s for s in history.new_steps if 0 < s.step - step.step <= NORM_LEAD_STEPS and s.loss > limit]
+        reaction = f"the loss rose to {later[0].loss:.4g} at step {later[0].step}" if later else "the loss held"
+        saw = f"the gradient norm rose from {np.median(norms):.3g} to {step.grad_norm:.3g}; {reaction}"
+        cause = "an unusual batch, which clipping makes harmless"
+        return _numbered(history, NORM_SPIKE, step.step, saw, self._count, cause, is_serious=bool(later))
+
+
+def _spike_limit(losses: Collection[float]) -> float:
+    """Return the loss above which a step is a spike, given those before it."""
+    usual = float(np.median(list(losses)))
+    return usual + max(SPIKE_SHARE * usual, SIGMAS * robust_sigma(losses))
+
+
+def _numbered(
+    history: History, symptom: str, step: int, saw: str, count: int, cause: str, is_serious: bool = False
+) -> Finding | None:
+    """Return the finding of a spike if its number is one to report."""
+    if count.bit_count() > 1:
+        return None
+    saw, causes = f"{saw}; spike number {count}", (cause, "a learning rate at the edge of stability")
+    if is_serious or count >= IN_A_ROW or max_learning_rate_ratio(history) > FAR_ABOVE_USUAL:
+        return Finding(symptom, step, saw, causes[::-1], scaled_learning_rates(history, 0.5))
+    fix = {} if history.settings["train.max_grad_norm"] else {"train.max_grad_norm": 1.0}
+    return Finding(symptom, step, saw, causes, fix)
 
 
 RESTORE_STEPS = 10  # after a restore; wrong optimizer state does its damage in the first updates
@@ -298,3 +388,19 @@ def near_zero_loss(history: History) -> Finding | None:
         "text that repeats itself, in validation as well",
     )
     return Finding("near-zero loss", history.step, saw, causes, {})
+
+
+def detectors() -> list[Detector]:
+    """Return the detectors of this file for a run."""
+    return [
+        nonfinite,
+        nonfinite_on_tokens,
+        constantly_clipped,
+        Spikes(),
+        NormSpikes(),
+        Divergence(),
+        diverged_after_restore,
+        early_plateau,
+        validation_rises,
+        near_zero_loss,
+    ]

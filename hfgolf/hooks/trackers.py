@@ -45,7 +45,12 @@ class Trackers(Hook):
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        check_trackers(names)
+        available = sorted(tracker.value for tracker in get_available_trackers())
+        for name in names:
+            if name not in available:
+                known = name in LOGGER_TYPE_TO_CLASS
+                problem = f"is not installed; run `pip install {name}`" if known else "is not a tracker"
+                raise UserError(f"track.trackers: {name} {problem}; available here: {', '.join(available)}.")
         self._run_id = uuid.uuid4().hex[:8]
 
     def start(self, run: Run) -> None:
@@ -189,13 +194,3 @@ def grouped(key: str) -> str:
     if "seconds" in key or key in ("tokens_per_second", "mfu", "gpu_utilization", "logged_at"):
         return f"time/{key}"
     return f"train/{key.removeprefix('train_')}"
-
-
-def check_trackers(names: Sequence[str]) -> None:
-    """Raise UserError for a tracker that accelerate does not know or that is not installed."""
-    available = sorted(tracker.value for tracker in get_available_trackers())
-    for name in names:
-        if name not in available:
-            known = name in LOGGER_TYPE_TO_CLASS
-            problem = f"is not installed; run `pip install {name}`" if known else "is not a tracker"
-            raise UserError(f"track.trackers: {name} {problem}; available here: {', '.join(available)}.")

@@ -5,12 +5,10 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-Smoothing = Literal["mean", "median"]
 
 MAX_POINTS = 800
 """Per curve: about the width of a chart in pixels."""
@@ -27,7 +25,7 @@ class Curve:
     lowest: NDArray[np.float64]
     highest: NDArray[np.float64]
     smoothed: NDArray[np.float64]
-    """The moving mean or median over `window` values, taken before thinning."""
+    """The moving median over `window` values, taken before thinning."""
     window: int
     values_per_point: int = 1
     """The largest number of values that one point represents."""
@@ -36,9 +34,7 @@ class Curve:
         return len(self.steps)
 
 
-def read_curve(
-    rows: Sequence[dict[str, Any]], key: str, max_points: int = MAX_POINTS, smoothing: Smoothing = "mean"
-) -> Curve:
+def read_curve(rows: Sequence[dict[str, Any]], key: str, max_points: int = MAX_POINTS) -> Curve:
     """Return the curve of the column `key`, which holds one number per row or a list with one number per step.
 
     Null and missing values are skipped. More than max_points values are averaged over max_points equal ranges of steps.
@@ -53,7 +49,22 @@ def read_curve(
     x, y = np.array(steps, dtype=np.float64), np.array(numbers, dtype=np.float64)  # None becomes NaN
     x, y = x[np.isfinite(y)], y[np.isfinite(y)]
     order = np.argsort(x, kind="stable")
-    return _thin(x[order], y[order], max_points, smoothing)
+    x, y = x[order], y[order]
+    window = min(_WIDEST, len(y) // _WINDOWS // 2 * 2 + 1)
+    smoothed = smooth(y, window)
+    if len(x) <= max_points:
+        return Curve(x, y, y, y, smoothed, window)
+    starts = np.flatnonzero(np.diff(bin_numbers(x, max_points), prepend=-1))
+    counts = np.diff(starts, append=len(x))
+    return Curve(
+        np.add.reduceat(x, starts) / counts,
+        np.add.reduceat(y, starts) / counts,
+        np.minimum.reduceat(y, starts),
+        np.maximum.reduceat(y, starts),
+        np.add.reduceat(smoothed, starts) / counts,
+        window,
+        int(counts.max()),
+    )
 
 
 def bin_numbers(steps: NDArray[np.float64], max_points: int = MAX_POINTS) -> NDArray[np.int64]:
@@ -62,45 +73,19 @@ def bin_numbers(steps: NDArray[np.float64], max_points: int = MAX_POINTS) -> NDA
     return ((steps - steps[0]) // length).astype(np.int64)
 
 
-def smooth(values: NDArray[np.float64], window: int, smoothing: Smoothing = "mean") -> NDArray[np.float64]:
-    """Return the mean or median of the `window` values around each; near the ends, of as many as are on both sides.
+def smooth(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """Return the median of the `window` values around each; near the ends, of as many as are on both sides.
 
-    window: odd. Taking as many before as after neither delays the curve nor bends its ends.
+    window: odd. Taking as many before as after neither delays the curve nor bends its ends; spikes do not lift it.
     """
-    if smoothing == "median":
-        return _moving_median(values.tolist(), window)
-    places = np.arange(len(values))
-    reach = np.minimum(window // 2, np.minimum(places, len(values) - 1 - places))
-    sums = np.concatenate([[0.0], np.cumsum(values)])
-    return (sums[places + reach + 1] - sums[places - reach]) / (2 * reach + 1)
-
-
-def _moving_median(values: list[float], window: int) -> NDArray[np.float64]:
+    listed = values.tolist()
     medians, ordered, begin, end = np.empty(len(values)), list[float](), 0, 0
     for place in range(len(values)):
         reach = min(window // 2, place, len(values) - 1 - place)
-        for value in values[end : place + reach + 1]:
+        for value in listed[end : place + reach + 1]:
             bisect.insort(ordered, value)
-        for value in values[begin : place - reach]:
+        for value in listed[begin : place - reach]:
             del ordered[bisect.bisect_left(ordered, value)]
         begin, end = place - reach, place + reach + 1
         medians[place] = ordered[reach]
     return medians
-
-
-def _thin(steps: NDArray[np.float64], values: NDArray[np.float64], max_points: int, smoothing: Smoothing) -> Curve:
-    window = min(_WIDEST, len(values) // _WINDOWS // 2 * 2 + 1)
-    smoothed = smooth(values, window, smoothing)
-    if len(steps) <= max_points:
-        return Curve(steps, values, values, values, smoothed, window)
-    starts = np.flatnonzero(np.diff(bin_numbers(steps, max_points), prepend=-1))
-    counts = np.diff(starts, append=len(steps))
-    return Curve(
-        np.add.reduceat(steps, starts) / counts,
-        np.add.reduceat(values, starts) / counts,
-        np.minimum.reduceat(values, starts),
-        np.maximum.reduceat(values, starts),
-        np.add.reduceat(smoothed, starts) / counts,
-        window,
-        int(counts.max()),
-    )

@@ -9,9 +9,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from hfgolf.run.metrics import is_number
+from hfgolf.run.metrics import is_number, on_subset
 from hfgolf.run.record import FIGURES, RunRecord, final_figures, format_figures
-from hfgolf.run.schema import on_subset
 
 HEADLINES = ("val_loss", "val_bits_per_byte", "seconds")
 _LEAST = ("val_loss", "val_bits_per_byte", "old_val_bits_per_byte", "train_loss", "seconds", "dollars", "memory_bytes")
@@ -64,7 +63,7 @@ def _compressors(summary: dict[str, Any]) -> str:
     return f" gzip -9 makes it {gzip / 8:.1%}, xz -9e {xz / 8:.1%}{part}."
 
 
-def evaluated_on(run: RunRecord) -> tuple[int, int] | None:
+def _evaluated_on(run: RunRecord) -> tuple[int, int] | None:
     """Return the tokens and bytes behind the run's validation figures; None if they are not known."""
     rows = (row for row in reversed(run.metrics.rows) if row.get("val_loss") is not None)
     source = run.summary if run.summary.get("val_loss") is not None else next(rows, {})
@@ -74,7 +73,7 @@ def evaluated_on(run: RunRecord) -> tuple[int, int] | None:
 
 def basis(run: RunRecord) -> list[str]:
     """Say of which weights and which text the validation figures are, and why the curve ends elsewhere if it does."""
-    behind, rows = evaluated_on(run), [row for row in run.metrics.rows if row.get("val_loss") is not None]
+    behind, rows = _evaluated_on(run), [row for row in run.metrics.rows if row.get("val_loss") is not None]
     if behind is None:
         return []
     last = on_subset(rows[-1]) if rows else None
@@ -102,7 +101,15 @@ def side_by_side(runs: Sequence[RunRecord], prices: Sequence[float | None]) -> d
     """
     figures = [final_figures(run, price) for run, price in zip(runs, prices, strict=True)]
     texts = [format_figures(of_run) for of_run in figures]
-    incomparable, notes = _incomparable(runs)
+    behind, incomparable, notes = [found for run in runs if (found := _evaluated_on(run))], set[str](), list[str]()
+    if len({num_bytes for _, num_bytes in behind}) > 1:
+        incomparable = {*_IN_UNITS}
+        notes = [
+            "The runs were evaluated on different amounts of text, so their losses and bits per byte do not compare."
+        ]
+    elif len({tokens for tokens, _ in behind}) > 1:
+        incomparable = {"val_loss", "train_loss"}
+        notes = ["The runs cut the same text into different tokens, so their losses do not compare; bits per byte do."]
     same, labels = {}, []
     rows: list[dict[str, Any]] = [{} for _ in runs]
     for key, (label, _) in FIGURES.items():
@@ -118,28 +125,9 @@ def side_by_side(runs: Sequence[RunRecord], prices: Sequence[float | None]) -> d
         best = choose(known) if choose and len(known) > 1 and len(set(shown)) > 1 else None
         for row, of_run, text in zip(rows, figures, shown, strict=True):
             value = of_run[key] if text is not None else None
-            delta = _delta(key, value, figures[0][key]) if choose and row is not rows[0] else ""
+            delta, baseline = "", figures[0][key]
+            if choose and row is not rows[0] and None not in (value, baseline) and math.isfinite(value - baseline):
+                relative = f"{100 * (value / baseline - 1):+.1f} %" if baseline else ""
+                delta = f"{value - baseline:+.4f}" if key in _IN_UNITS else relative
             row[label] = {"text": text or "", "delta": delta, "is_best": best is not None and value == best}
     return {"labels": labels, "rows": rows, "same": same, "notes": notes}
-
-
-def _delta(key: str, value: Any, baseline: Any) -> str:
-    if value is None or baseline is None or not math.isfinite(value - baseline):
-        return ""
-    if key in _IN_UNITS:
-        return f"{value - baseline:+.4f}"
-    return f"{100 * (value / baseline - 1):+.1f} %" if baseline else ""
-
-
-def _incomparable(runs: Sequence[RunRecord]) -> tuple[set[str], list[str]]:
-    """Return the figures that say nothing across these runs, and why."""
-    behind = [found for run in runs if (found := evaluated_on(run)) is not None]
-    if len({num_bytes for _, num_bytes in behind}) > 1:
-        return {*_IN_UNITS}, [
-            "The runs were evaluated on different amounts of text, so their losses and bits per byte do not compare."
-        ]
-    if len({tokens for tokens, _ in behind}) > 1:
-        return {"val_loss", "train_loss"}, [
-            "The runs cut the same text into different tokens, so their losses do not compare; bits per byte do."
-        ]
-    return set(), []

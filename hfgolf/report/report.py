@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfgolf import palette
-from hfgolf.report.artifact_bytes import TITLE, sentences, tensor_bars
-from hfgolf.report.charts import EVENTS
-from hfgolf.report.figures import draw_charts, draw_losses, line_style
+from hfgolf.report.artifact_bytes import artifact_bytes
+from hfgolf.report.charts import EVENTS, draw_charts, draw_losses, line_style
 from hfgolf.report.headlines import basis, headlines, side_by_side
 from hfgolf.run.record import (
     RunRecord,
@@ -78,15 +77,15 @@ def render_page(
         reload_seconds = min(max(_RELOADS_EVERY[0], rewrite_seconds / 4), _RELOADS_EVERY[1])
         until_seconds = max(_RELOADS_FOR[0], _RELOADS_FOR[1] * rewrite_seconds)
         live = {"writtenAt": now, "everySeconds": reload_seconds, "untilSeconds": until_seconds}
+    keys = dict.fromkeys(key for run in runs for key in run.config if key not in _NAME_KEYS)
     content = {
         "runs": [_describe(run, number, price) for number, (run, price) in enumerate(zip(runs, prices, strict=True))],
         "comparison": side_by_side(runs, prices) if len(runs) > 1 else None,
-        "differences": _differing_keys(runs),
+        "differences": [key for key in keys if any(run.config.get(key) != runs[0].config.get(key) for run in runs)],
         "written": minute(now),
         "live": live,
         "light_lines": palette.LINES,
         "dark_lines": palette.DARK_LINES,
-        "tensors_title": TITLE,
     }
     charts = [(drawing.chart, drawing.to_svg(), drawing.caption) for drawing in draw_charts(runs)]
     return f"{_template('report.html').render(redact_values(content) | {'charts': charts})}\n"
@@ -125,22 +124,20 @@ def _describe(run: RunRecord, number: int, price: float | None) -> dict[str, Any
     work = sum(seconds.values())
     counts = Counter(event["event"] for event in run.metrics.events)
     events = [event for event in run.metrics.events if event["event"] in EVENTS.keys() - {"finding"}]
-    samples = run.events("sample")[-_MAX_LISTED:]
-    # The summary's sample is from the exported weights, and longer than the one logged at their step.
-    if run.summary.get("sample") is not None:
-        last = {"step": run.summary.get("step"), "text": run.summary["sample"]}
-        samples = [sample for sample in samples if sample["step"] != last["step"]] + [last]
+    tensors, said = artifact_bytes(run)
+    model, prompt = run.summary.get("model"), run.config.get("train.sample_prompt")
+    prompted = f" --prompt {shlex.quote(prompt)}" if prompt else ""
     return {
         "name": run.name,
         "number": number,
-        "style": line_style(number),
+        "dashes": line_style(number)[1],
         "status": status(run),
         "notes": _notes(run),
         "figures": format_figures(final_figures(run, price)),
         "headlines": headlines(run, price),
         "basis": basis(run),
         "facts": _facts(run),
-        "sample_command": _sample_command(run),
+        "sample_command": f"hfgolf generate --model {shlex.quote(model)}{prompted}" if model else None,
         "price": price,
         "times": [_time(kind, spent, work, price) for kind, spent in seconds.items()],
         "work": _time("work", work, work, price),
@@ -149,10 +146,13 @@ def _describe(run: RunRecord, number: int, price: float | None) -> dict[str, Any
         "marks": [(sign, name, counts[kind]) for kind, (_, sign, name) in EVENTS.items() if counts[kind]],
         "events": [_describe_event(event) for event in events[:_MAX_LISTED]],
         "more_events": max(0, len(events) - _MAX_LISTED),
-        "findings": [_describe_finding(event) for event in run.events("finding")[:_MAX_LISTED]],
-        "export": sentences(run),
-        "tensors": tensor_bars(run),
-        "samples": [_describe_sample(run, sample) for sample in samples],
+        "findings": [
+            {"saw": "", **event, "causes": _lines(event.get("causes")), "fix": _lines(event.get("fix"))}
+            for event in run.events("finding")[:_MAX_LISTED]
+        ],
+        "export": said,
+        "tensors": tensors,
+        "samples": _samples(run),
         "profile": run.profile,
         "config": run.config_yaml,
         "config_values": run.config,
@@ -200,21 +200,21 @@ def _facts(run: RunRecord) -> dict[str, str]:
     return {name: fact for name, fact in facts.items() if fact is not None}
 
 
-def _sample_command(run: RunRecord) -> str | None:
-    model = run.summary.get("model")
-    prompt = run.config.get("train.sample_prompt")
-    options = f" --prompt {shlex.quote(prompt)}" if prompt else ""
-    return f"hfgolf generate --model {shlex.quote(model)}{options}" if model else None
-
-
-def _describe_sample(run: RunRecord, sample: dict[str, Any]) -> dict[str, Any]:
-    """Return a sample with its prompt apart, and with the validation loss of its step, if there is one."""
-    losses = (row["val_loss"] for row in run.metrics.rows if row["step"] == sample["step"] and row.get("val_loss"))
-    loss = next(losses, None)
-    text, prompt = str(sample["text"]), str(run.config.get("train.sample_prompt") or "")
-    prompt = prompt if text.startswith(prompt) else ""
-    written = {"prompt": prompt, "text": text.removeprefix(prompt)}
-    return {**sample, **written, "loss": None if loss is None else f"{loss:.4f}"}
+def _samples(run: RunRecord) -> list[dict[str, Any]]:
+    """Return each sample with its prompt apart, and with the validation loss of its step, if there is one."""
+    samples = run.events("sample")[-_MAX_LISTED:]
+    # the summary's sample is from the exported weights, and longer than the one logged at their step
+    if run.summary.get("sample") is not None:
+        last = {"step": run.summary.get("step"), "text": run.summary["sample"]}
+        samples = [sample for sample in samples if sample["step"] != last["step"]] + [last]
+    losses = {row["step"]: f"{row['val_loss']:.4f}" for row in run.metrics.rows if row.get("val_loss")}
+    said = []
+    for sample in samples:
+        text, prompt = str(sample["text"]), str(run.config.get("train.sample_prompt") or "")
+        prompt = prompt if text.startswith(prompt) else ""
+        written = {"prompt": prompt, "text": text.removeprefix(prompt)}
+        said.append({"step": sample["step"], **written, "loss": losses.get(sample["step"])})
+    return said
 
 
 def _describe_event(event: dict[str, Any]) -> dict[str, Any]:
@@ -225,24 +225,8 @@ def _describe_event(event: dict[str, Any]) -> dict[str, Any]:
     return {"step": event["step"], "sign": sign, "name": name, "details": shortened}
 
 
-def _describe_finding(event: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "step": event["step"],
-        "symptom": event.get("symptom", ""),
-        "saw": event.get("saw", ""),
-        "causes": _lines(event.get("causes")),
-        "fix": _lines(event.get("fix")),
-    }
-
-
 def _lines(value: Any) -> list[str]:
     """Return the lines of a string, a list or a dict."""
     if isinstance(value, dict):
         return [f"{key}: {inner}" for key, inner in value.items()]
     return [str(line) for line in (value if isinstance(value, list) else [value] if value else [])]
-
-
-def _differing_keys(runs: Sequence[RunRecord]) -> list[str]:
-    """Return each "section.key" whose value differs between the runs' configs."""
-    keys = dict.fromkeys(key for run in runs for key in run.config if key not in _NAME_KEYS)
-    return [key for key in keys if any(run.config.get(key) != runs[0].config.get(key) for run in runs)]

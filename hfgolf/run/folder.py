@@ -84,7 +84,9 @@ class RunFolder:
     def clean_up(self) -> None:
         """Remove the remains of killed writes, except among the checkpoints (see checkpoint/store.py)."""
         for pattern in (".partial-*", ".replaced-*", "starts/*/.partial-*", f"{self.report.stem}/.partial-*"):
-            for path in filter(_is_leftover, self.path.glob(pattern)):
+            for path in self.path.glob(pattern):
+                if not _LEFTOVER.fullmatch(path.name):
+                    continue  # the user may have others with such names
                 if path.is_dir():
                     shutil.rmtree(path, ignore_errors=True)
                 else:
@@ -212,15 +214,11 @@ class RunFolder:
         return list(found)
 
 
+# What a killed write of hfgolf's leaves.
 _LEFTOVER = re.compile(
     r"\.partial-(config\.yaml|uncommitted\.patch|metrics\.jsonl|report\.(html|md)|\w+\.png|shared-[0-9a-f]{16})"
     r"|\.partial-(metadata|summary|tasks|profile)\.json|\.(partial|replaced)-(model|golf)"
 )
-
-
-def _is_leftover(path: Path) -> bool:
-    """Return whether a killed write of hfgolf's left a file or folder; the user may have others with such names."""
-    return _LEFTOVER.fullmatch(path.name) is not None
 
 
 def _lock_file(descriptor: int) -> None:

@@ -1,6 +1,6 @@
 """Write metrics.jsonl line by line during a run, and read it back even if it is damaged.
 
-A crash may cut off a line, and a file may be too long to read completely. schema.py defines the content of the lines.
+A crash may cut off a line, and a file may be too long to read completely. docs/metrics.md says what is in the lines.
 """
 
 from __future__ import annotations
@@ -8,27 +8,25 @@ from __future__ import annotations
 import json
 import logging
 import math
-import mmap
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from hfgolf.system.durable import sync, write_bytes
+from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact_values
 
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2**26
-"""A larger file is only sampled. This is about 50,000 rows of 10 steps each."""
-SAMPLED_ROWS = 20_000
-_PER_STEP_COLUMNS = ("train_losses", "grad_norms")
+"""Of a larger file, only so much is read. This is about 50,000 rows of 10 steps each."""
+MAX_ROWS = 40_000
+"""More are thinned while a run writes them."""
 _TOO_LARGE = 10**38
-_ALWAYS_SAMPLED = (b'"event":', b'"val_tokens":')  # marks of events and evaluations
+_ALWAYS_READ = (b'"event":', b'"val_tokens":')  # marks of events and evaluations
 
 
 class MetricsFile:
@@ -127,29 +125,61 @@ class Metrics:
             self.events.append(line)
             return
         self.rows.append(line)
-        if len(self.rows) > 2 * SAMPLED_ROWS:
+        if len(self.rows) > MAX_ROWS:
             *rows, last = self.rows
             self.rows = [row for i, row in enumerate(rows) if i % 2 == 0 or row.get("val_loss") is not None] + [last]
             self.is_sampled = True
 
-
-def read_metrics(path: Path) -> Metrics:
-    """Read a metrics.jsonl; sample it if it is larger than MAX_BYTES. Raises OSError if it cannot be read."""
-    is_sampled = path.stat().st_size > MAX_BYTES
-    rows, events, broken_lines = [], [], 0
-    for line in _sample(path) if is_sampled else path.read_bytes().splitlines():
+    def read(self, line: bytes) -> None:
+        """Add a line of a file."""
         row = _parse(line)
         if row is None:
-            broken_lines += 1
-        elif "event" in row:
-            events.append(row)
+            self.broken_lines += 1
         else:
-            rows.append(row)
-    return Metrics(rows, events, broken_lines, is_sampled)
+            (self.events if "event" in row else self.rows).append(row)
+
+
+def on_subset(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with its evaluation on the tokens of the rows before, if it is a last one on all (`subset_*`)."""
+    subset = {key.removeprefix("subset_"): value for key, value in row.items() if key.startswith("subset_")}
+    return {**row, **subset}
+
+
+def read_metrics(path: Path) -> Metrics:
+    """Read a metrics.jsonl; of one larger than MAX_BYTES, all events, evaluations, and every n-th other row.
+
+    Raises OSError if it cannot be read.
+    """
+    every = 1 + path.stat().st_size // MAX_BYTES
+    metrics = Metrics([], [], is_sampled=every > 1)
+    with path.open("rb") as file:
+        waiting = None  # the last line is always read
+        for number, line in enumerate(file):
+            waiting = line if number % every and not any(mark in line for mark in _ALWAYS_READ) else None
+            if waiting is None:
+                metrics.read(line)
+    if waiting is not None:
+        metrics.read(waiting)
+    return metrics
+
+
+def read_metrics_of(folder: Path) -> Metrics:
+    """Read the metrics.jsonl of a run. Raises UserError if there is none, or neither a row nor an event in it."""
+    path = folder / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{path} does not exist; name the folder of a run, such as runs/small.")
+    try:
+        metrics = read_metrics(path)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable.") from None
+    if not metrics.rows and not metrics.events:
+        held = f"holds no row, only {metrics.broken_lines} broken lines" if metrics.broken_lines else "is empty"
+        raise UserError(f"{path} {held}: the run has logged nothing yet; wait for its first step.")
+    return metrics
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return all rows of a metrics.jsonl, without sampling, events and broken lines."""
+    """Return all rows of a metrics.jsonl, without events and broken lines."""
     return [line for line in read_lines(path) if "event" not in line]
 
 
@@ -184,7 +214,7 @@ def _finite(value: Any) -> Any:
 def _is_column(key: str, value: Any) -> bool:
     if key == "sample_hashes":
         return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if key in _PER_STEP_COLUMNS and value is not None:
+    if key in ("train_losses", "grad_norms") and value is not None:
         return isinstance(value, list) and len(value) > 0 and all(map(is_number, value))
     return is_number(value)
 
@@ -206,29 +236,3 @@ def _is_event(event: dict[str, Any]) -> bool:
         starts, parameter = event["block_starts"], event.get("first_parameter")
         return isinstance(starts, list) and all(type(at) is int for at in starts) and isinstance(parameter, str)
     return True
-
-
-def _sample(path: Path) -> Iterator[bytes]:
-    """Yield evenly spaced rows, and the evaluations and events, up to SAMPLED_ROWS of each, in order."""
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-        places = np.linspace(0, len(content) - 1, SAMPLED_ROWS).astype(np.int64).tolist()
-        places.append(max(0, content.rfind(b"\n") - 1))  # in the last complete line
-        for marker in _ALWAYS_SAMPLED:
-            places += _thin(list(_find_all(content, marker)))
-        starts = {content.rfind(b"\n", 0, place) + 1 for place in places}
-        for start in sorted(starts):
-            end = content.find(b"\n", start)
-            yield content[start : end if end >= 0 else len(content)]
-
-
-def _find_all(content: mmap.mmap, marker: bytes) -> Iterator[int]:
-    place = content.find(marker)
-    while place >= 0:
-        yield place
-        place = content.find(marker, place + len(marker))
-
-
-def _thin(places: list[int]) -> list[int]:
-    if len(places) <= SAMPLED_ROWS:
-        return places
-    return [places[i] for i in np.linspace(0, len(places) - 1, SAMPLED_ROWS).astype(np.int64)]

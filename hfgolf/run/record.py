@@ -10,13 +10,14 @@ import json
 import math
 import statistics
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from hfgolf.config.parse import read_settings
-from hfgolf.run.metrics import Metrics, is_number, read_metrics
+from hfgolf.run.metrics import Metrics, is_number, read_metrics_of
 from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import dollars, duration, size
@@ -57,30 +58,24 @@ def read_run(folder: Path, metrics: Metrics | None = None) -> RunRecord:
 
     Raises UserError if there is not a single row.
     """
-    metrics = metrics or _read_metrics(folder / "metrics.jsonl")
+    metrics = metrics or read_metrics_of(folder)
+    if not metrics.rows:
+        raise UserError(
+            f"{folder / 'metrics.jsonl'} holds no row: the run has logged nothing yet; wait for its first step."
+        )
+    config: dict[str, Any] = {}
+    with suppress(UserError):
+        config = read_settings(folder / "config.yaml")
     return RunRecord(
         name=redact(folder.resolve().name),
         metrics=metrics,
-        config=_read_config(folder / "config.yaml"),
-        config_yaml=_read_text(folder / "config.yaml"),
+        config=config,
+        config_yaml=_text(folder / "config.yaml"),
         metadata=read_json(folder / "metadata.json"),
         summary=read_summary(folder / "summary.json"),
         profile=read_json(folder / "profile.json"),
         golf={name: read_json(folder / "golf" / f"{name}.json") for name in ("ledger", "table")},
     )
-
-
-def _read_metrics(path: Path) -> Metrics:
-    if not path.is_file():
-        raise UserError(f"{path} does not exist; name the folder of a run, such as runs/small.")
-    try:
-        metrics = read_metrics(path)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); make it readable.") from None
-    if not metrics.rows:
-        held = f"holds no row, only {metrics.broken_lines} broken lines" if metrics.broken_lines else "is empty"
-        raise UserError(f"{path} {held}: the run has logged nothing yet; wait for its first step.")
-    return metrics
 
 
 def stated_price(run: RunRecord) -> float | None:
@@ -96,7 +91,8 @@ def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any
     between them.
     """
     rows, summary = run.metrics.rows, run.summary
-    commit = _text(run.metadata.get("commit"))
+    commit, hardware = run.metadata.get("commit"), run.metadata.get("hardware")
+    device = hardware.get("device") if isinstance(hardware, dict) else None
     evaluated: dict[str, Any] = next((row for row in reversed(rows) if row.get("val_loss") is not None), {})
     start: dict[str, Any] = next(reversed(run.events("init_from")), {})
     old: float | None = summary.get("old_val_bits_per_byte", evaluated.get("old_val_bits_per_byte"))
@@ -119,8 +115,8 @@ def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any
         "mfu": _aggregate(statistics.median, rows, "mfu"),
         "memory_bytes": summary.get("peak_memory_bytes") or _aggregate(max, rows, "memory_bytes"),
         "parameters": summary.get("parameters"),
-        "device": summary.get("device") or _text(_mapping(run.metadata.get("hardware")).get("device")),
-        "commits": summary.get("commits") or ([commit] if commit else None),
+        "device": summary.get("device") or (device if isinstance(device, str) else None),
+        "commits": summary.get("commits") or ([commit] if commit and isinstance(commit, str) else None),
     }
 
 
@@ -211,7 +207,7 @@ def _aggregate(function: Callable[[list[float]], float], rows: list[dict[str, An
     return function(values) if values else None
 
 
-def _read_text(path: Path) -> str:
+def _text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8", errors="replace")
     except OSError:
@@ -221,10 +217,10 @@ def _read_text(path: Path) -> str:
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a JSON file; {} if the file is missing or broken."""
     try:
-        content = json.loads(_read_text(path))
+        content = json.loads(_text(path))
     except (ValueError, RecursionError):
         return {}
-    return _mapping(content)
+    return content if isinstance(content, dict) else {}
 
 
 def read_summary(path: Path) -> dict[str, Any]:
@@ -238,18 +234,3 @@ def _is_figure(key: str, value: Any) -> bool:
     if key == "commits":
         return isinstance(value, list) and all(isinstance(commit, str) for commit in value)
     return isinstance(value, str) if key in _TEXTS else is_number(value)
-
-
-def _mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        return read_settings(path)
-    except UserError:
-        return {}

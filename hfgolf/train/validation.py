@@ -17,7 +17,6 @@ from hfgolf.evaluate.context import uncompiled
 from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_ids, generate_text
 from hfgolf.optim.shards import reshard
-from hfgolf.run.schema import OldTextColumns
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import one_line
 from hfgolf.train.run import Run
@@ -39,7 +38,7 @@ def validate(run: Run, before_batch: Callable[[], None], is_last: bool) -> dict[
         subset = {f"subset_{key}": value for key, value in row.items()}
         row, evaluation = _evaluate_all_weights(run, None, before_batch)
     if is_last or is_whole:
-        old = {key: value for key, value in row.items() if key in OldTextColumns.__annotations__}
+        old = {key: value for key, value in row.items() if key.startswith("old_val_")}
         run.full_evaluations = {run.state.step: (evaluation, old)}
     run.state.judge(judged.loss)
     return row | subset

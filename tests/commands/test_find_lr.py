@@ -1,11 +1,14 @@
-"""The learning-rate finder sweeps what it reports, and leaves nothing behind."""
+"""The learning-rate finder sweeps what it reports, suggests by a rule robust to noise, and leaves nothing behind."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import json
+import math
+import random
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +17,19 @@ import torch
 
 from hfgolf.commands import lr_sweep
 from hfgolf.commands.find_lr import sweep_rates
-from hfgolf.commands.lr_sweep import LEAD_IN_STEPS, Sweep, find_lr, suggest, suggested_values
+from hfgolf.commands.lr_sweep import (
+    DIVERGED_NATS,
+    LEAD_IN_STEPS,
+    Sweep,
+    find_lr,
+    has_diverged,
+    moving_averages,
+    suggest,
+    suggested_values,
+)
 from hfgolf.config.parse import load_config
 from hfgolf.config.sections import OptimSection
+from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 RATES = sweep_rates(1e-4, 10.0, 20)
@@ -167,3 +180,79 @@ def test_interrupted_sweep_is_one_line_and_leaves_no_files(temporary, tiny_run, 
     assert status == 128 + number
     assert error == f"stopped by {number.name} before the end; nothing was written\n"
     assert list(temporary.iterdir()) == []
+
+
+EVEN_RATES = sweep_rates(1e-4, 1.0, 81)  # 20 a decade
+BEST = 0.02
+
+
+def sweep(noise: float = 0.0, progress: float = 0.0, size: float = 0.5, best: float = BEST, seed: int = 0) -> Sweep:
+    """Return a sweep whose gain is a parabola over log rate, of `size` nats at `best` and 0 two decades away.
+
+    noise: standard deviation of the batches' loss; progress: nats a step by which the other groups make it fall.
+    """
+    numbers = random.Random(seed)
+    at_rest = [5.0 - progress * step + numbers.gauss(0, noise) for step in range(len(EVEN_RATES))]
+    gains = [size * (1 - (math.log10(rate / best) / 2) ** 2) for rate in EVEN_RATES]
+    losses = [rest - gain for rest, gain in zip(at_rest, gains, strict=True)]
+    return Sweep("learning_rate", EVEN_RATES, losses, at_rest, has_diverged=False)
+
+
+def test_rates_are_spaced_geometrically():
+    assert EVEN_RATES[0] == 1e-4 and EVEN_RATES[-1] == pytest.approx(1.0)
+    assert [after / before for before, after in pairwise(EVEN_RATES)] == pytest.approx([10 ** (1 / 20)] * 80)
+
+
+@pytest.mark.parametrize("arguments", [(0.0, 1.0, 80), (1.0, 0.1, 80), (1e-4, math.inf, 80)])
+def test_invalid_rates_are_rejected(arguments):
+    with pytest.raises(UserError, match=r"--lowest.*allowed: "):
+        sweep_rates(*arguments)
+
+
+def test_loss_far_above_its_start_counts_as_diverged():
+    at_rest = [5.0] * 60
+    for above, diverges in ((0.9 * DIVERGED_NATS, False), (1.1 * DIVERGED_NATS, True), (math.inf, True)):
+        assert has_diverged([5.0 + above] * 50, at_rest) is diverges
+    assert has_diverged([5.0] * 10 + [math.nan], at_rest)
+    # a single bad batch does not count, nor does a loss that also rises at rest
+    assert not has_diverged([4.5] * 20 + [6.5], at_rest)
+    assert not has_diverged([5.0] * 20 + [9.0] * 20, [5.0] * 20 + [9.0] * 20)
+
+
+def test_suggestion_is_the_lowest_of_equally_good_rates():
+    for bump in (65, 75):  # no matter where on the plateau the largest gain is
+        gains = [min(1.0, rate / BEST) for rate in EVEN_RATES]
+        gains[bump] += 0.1
+        flat = Sweep(
+            "learning_rate", EVEN_RATES, [5 - gain for gain in gains], [5.0] * len(EVEN_RATES), has_diverged=False
+        )
+        assert flat.gains.index(max(flat.gains)) == bump
+        assert BEST < suggest(flat) < 4 * BEST < EVEN_RATES[bump] / 2
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_suggestion_is_robust_to_batch_noise_and_progress(seed):
+    """The raw loss would mislead in both cases: its minimum is far above."""
+    harder = sweep(noise=0.3, progress=0.02, seed=seed)
+    smoothed = moving_averages(harder.losses)
+    assert EVEN_RATES[smoothed.index(min(smoothed))] > 3 * BEST
+    assert suggest(harder) == suggest(sweep())
+
+
+def test_sweep_without_gain_is_rejected():
+    falling = sweep(size=-0.5)
+    worse = [loss + 0.01 * step for step, loss in enumerate(falling.losses_at_rest)]
+    for losses in (worse, falling.losses_at_rest):
+        with pytest.raises(UserError, match=r"optim.learning_rate: no learning rate .* --lowest") as error:
+            suggest(dataclasses.replace(falling, losses=losses))
+        assert "\n" not in str(error.value)
+
+
+def test_short_sweep_is_rejected_unless_it_diverged():
+    rising = sweep(best=1.0)
+    with pytest.raises(UserError, match=r"the highest learning rate, 1, is the best; raise --highest"):
+        suggest(dataclasses.replace(rising, losses=[rest - i for i, rest in enumerate(rising.losses_at_rest)]))
+    abrupt = dataclasses.replace(
+        rising, losses=[rest - i for i, rest in enumerate(rising.losses_at_rest)], has_diverged=True
+    )
+    assert 0.5 < suggest(abrupt) < 1

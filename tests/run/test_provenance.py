@@ -127,16 +127,12 @@ def test_patch_reproduces_the_changed_checkout(repository, tmp_path):
     assert contents(clean) == contents(repository)
 
 
-def test_patch_omits_ignored_hidden_and_binary_files(repository):
-    for name in ("ignored.py", ".env", ".hidden.py", "binary.py"):
-        (repository / name).write_bytes(b"\0" if name == "binary.py" else b"text\n")
-    assert provenance.uncommitted_changes(repository) is None
-
-
-def test_untracked_texts_stay_out_of_the_patch(repository):
+def test_patch_has_new_code_and_configs_but_no_texts_and_nothing_ignored_hidden_or_binary(repository):
     """What someone trains on, or their notes, are no part of the code; a config of theirs is."""
     for name in ("my.txt", "notes.md", "chat.jsonl", "table.csv", "letters", "package/diary.txt"):
         (repository / name).write_text("dear diary\n")
+    for name in ("ignored.py", ".env", ".hidden.py", "binary.py"):
+        (repository / name).write_bytes(b"\0" if name == "binary.py" else b"text\n")
     assert provenance.uncommitted_changes(repository) is None
     (repository / "mine.yaml").write_text("data: {files: [my.txt]}\n")
     patch = provenance.uncommitted_changes(repository)

@@ -242,19 +242,3 @@ def test_slowing_steps(run, tiny_run, slow_clock, data, compute, cause):
     assert [(finding.symptom, finding.step) for finding in told] == [("throughput falling", 21)]
     assert cause in told[0].causes[0]
     assert ("data.num_workers" in told[0].fix) == (data > 1)
-
-
-def test_speed_that_drops_after_ten_steps_is_told_within_20(run, tiny_run, slow_clock):
-    slow_clock(lambda step: (0.01, 1.0 if step <= 10 else 3.0))
-    folder = run(tiny_run(train__max_steps=30, train__log_every_steps=10, **AT_THE_END))
-    assert [(finding.symptom, finding.step) for finding in findings(folder)] == [("throughput falling", 20)]
-
-
-@pytest.mark.parametrize(("data", "is_told"), [(0.11, True), (0.09, False)])
-def test_steps_waiting_for_data(run, tiny_run, slow_clock, data, is_told):
-    slow_clock(lambda step: (data, 1.0))
-    folder = run(tiny_run(train__max_steps=60, train__log_every_steps=10, **AT_THE_END))
-    told = findings(folder)
-    assert [finding.symptom for finding in told] == ["data-bound"] * is_told
-    if is_told:
-        assert "11% of compute time" in told[0].saw and told[0].fix == {"data.num_workers": 2, "data.in_memory": True}
