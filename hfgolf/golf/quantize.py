@@ -26,8 +26,7 @@ from hfgolf.golf.allocate import (
 )
 from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.gptq import Feedback, error_feedback, round_with_feedback
-from hfgolf.golf.grid import Quantized, round_nearest, steps_of
-from hfgolf.golf.qat import grid_of
+from hfgolf.golf.grid import Quantized, grid_of, round_nearest, steps_of
 from hfgolf.optim.groups import parameter_kind
 from hfgolf.system.errors import UserError
 
