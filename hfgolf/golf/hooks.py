@@ -21,12 +21,11 @@ from torch import nn
 
 from hfgolf.checkpoint.contents import first_nonfinite
 from hfgolf.config.sections import GolfSection
-from hfgolf.golf.allocate import scale_for_bytes, scale_range
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.budget import bytes_besides
 from hfgolf.golf.curvature import Curvature, calibration_batches, measure_curvature, token_counts
 from hfgolf.golf.grid import MAX_INTEGER, Quantized, steps_of
-from hfgolf.golf.quantize import matrices, plan_steps, quantize_model, rounded
+from hfgolf.golf.quantize import matrices, plan_steps, quantize_model, rounded, scale_for_bytes
 from hfgolf.system.errors import UserError
 from hfgolf.train.hooks import Hook
 from hfgolf.train.validation import averaged_weights
@@ -87,7 +86,7 @@ def forecast(
     def attempt(num_bytes: float) -> tuple[float, int, float]:
         """Round to a size; return log2 of D, the real size, and log2 of the predicted price in nats per token."""
         plan, feedback = plan_steps(weights, curvature, num_bytes, golf.method, golf.allocation)
-        scale = scale_for_bytes(plan, num_bytes, *scale_range(plan))
+        scale = scale_for_bytes(plan, num_bytes)
         tensors = rounded(weights, plan, scale, feedback, {})
         price = sum(curvature[name].loss_increase(one.dequantized() - weights[name]) for name, one in tensors.items())
         return math.log2(scale), size_of(tensors), math.log2(max(price, 1e-300))
