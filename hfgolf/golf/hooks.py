@@ -22,9 +22,9 @@ from torch import nn
 from hfgolf.checkpoint.contents import first_nonfinite
 from hfgolf.config.sections import GolfSection
 from hfgolf.golf.artifact import model_encoder
-from hfgolf.golf.budget import bytes_besides
-from hfgolf.golf.curvature import Curvature, calibration_batches, measure_curvature, token_counts
+from hfgolf.golf.curvature import Curvature, calibrated_curvature
 from hfgolf.golf.grid import MAX_INTEGER, Quantized, steps_of
+from hfgolf.golf.ledger import bytes_besides
 from hfgolf.golf.quantize import matrices, plan_steps, quantize_model, rounded, scale_for_bytes
 from hfgolf.system.errors import UserError
 from hfgolf.train.hooks import Hook
@@ -62,7 +62,7 @@ class SizeForecast(Hook):
         if first_nonfinite(run.golf_model.named_parameters()):
             return {}  # recovery.py handles them
         with run.stopwatch.charge("evaluate"), averaged_weights(run):
-            weights, curvature = matrices(run.golf_model), calibrated_curvature(run)
+            weights, curvature = matrices(run.golf_model), _curvature(run)
             return forecast(weights, curvature, golf, **_sizes(run))
 
 
@@ -208,21 +208,16 @@ def packed_codes(row_codes: Mapping[str, NDArray[np.uint8]]) -> dict[str, str]:
     return {name: base64.b64encode(codes.tobytes()).decode() for name, codes in row_codes.items()}
 
 
-def calibrated_curvature(run: Run) -> dict[str, Curvature]:
-    """Measure the curvature of the model on the blocks that the run reads next, as many as an export takes.
-
-    With fewer, the predicted loss is too low: with 4,096, configs/small.yaml seems to need 6 to 11 % fewer bytes.
-    """
-    config, model, tokens = run.config, run.golf_model, run.tokens.train
-    batches = calibration_batches(
-        tokens,
-        seed=config.order_seed,
-        sequence_length=config.batch.sequence_length,
+def _curvature(run: Run) -> dict[str, Curvature]:
+    return calibrated_curvature(
+        run.golf_model,
+        run.tokens.train,
+        seed=run.config.order_seed,
+        sequence_length=run.config.batch.sequence_length,
         blocks_read=run.state.blocks,
-        num_tokens=config.golf.calibration_tokens,
+        num_tokens=run.config.golf.calibration_tokens,
         batch_size=run.micro_batch_size,
     )
-    return measure_curvature(model, batches, token_counts(tokens, model.config.vocab_size))
 
 
 def _sizes(run: Run) -> dict[str, Any]:
@@ -242,7 +237,7 @@ def _choose(run: Run) -> tuple[dict[str, str] | None, str | None]:
         with run.stopwatch.charge("evaluate"):
             quantized = quantize_model(
                 model,
-                calibrated_curvature(run),
+                _curvature(run),
                 budget_bytes=int(AIM * golf.budget_bytes),
                 method="nearest",
                 allocation=golf.allocation,

@@ -15,7 +15,7 @@ from tiny_golf import build_model, encode_model
 
 from hfgolf.config.parse import load_config
 from hfgolf.golf import program, script
-from hfgolf.golf.rescore import ARTIFACT, TOKEN_BYTES, TOKENS, rescore
+from hfgolf.golf.ledger import ARTIFACT, TOKEN_BYTES, TOKENS, rescore
 from hfgolf.golf.script import MAX_BYTES, config_differences, packed_script, unpack
 from hfgolf.model.configuration_golf import GolfConfig
 

@@ -11,8 +11,8 @@ from hfgolf.config.parse import load_config
 from hfgolf.data.token_stream import open_stream
 from hfgolf.golf import hooks
 from hfgolf.golf.artifact import encode
-from hfgolf.golf.budget import files_besides
 from hfgolf.golf.curvature import calibration_batches, measure_curvature
+from hfgolf.golf.ledger import files_besides
 from hfgolf.golf.quantize import matrices, quantize_model
 from hfgolf.golf.script import config_differences, packed_script
 from hfgolf.publish.load import load_exported
