@@ -97,10 +97,18 @@ def _comparison(
         raise UserError(f"no run finished; the first failure: {reasons[0]}")
     for run in runs:
         if run.evaluated_on != runs[0].evaluated_on:
+            pairs = (runs[0].evaluated_on, run.evaluated_on)
+            extents = [f"{tokens:,} tokens of {num_bytes:,} bytes" for tokens, num_bytes in pairs]
             raise UserError(
-                f"{runs[0].path} was evaluated on {_extent(runs[0])}, {run.path} on {_extent(run)}; compare runs with"
-                " the same data, tokenizer and batch.sequence_length."
+                f"{runs[0].path} was evaluated on {extents[0]}, {run.path} on {extents[1]}; compare runs with the same"
+                " data, tokenizer and batch.sequence_length."
             )
+    hardware = _distinct(run.metadata["hardware"] for run in runs)
+    seconds_caveats = {
+        "runs shared the machine with other runs (`--jobs`)": any(run.shared_the_machine for run in runs),
+        "runs used different machines": len(hardware) > 1,
+        "runs used different numbers of threads": len({run.config.get("train.cpu_threads") for run in runs}) > 1,
+    }
     curves = {arm: {seed: run.curve for seed, run in by_seed.items()} for arm, by_seed in outcomes.items()}
     return Comparison(
         name=name,
@@ -113,23 +121,12 @@ def _comparison(
         grids=grids,
         failures={arm: dict(by_seed) for arm, by_seed in failures.items() if by_seed},
         margin=margin,
-        seconds_caveats=_seconds_caveats(runs),
+        seconds_caveats=[caveat for caveat, holds in seconds_caveats.items() if holds],
         caveats=_caveats(runs),
-        hardware=_distinct(run.metadata["hardware"] for run in runs),
+        hardware=hardware,
         packages=_distinct(run.metadata["packages"] for run in runs),
         commits=_distinct(run.metadata["commit"] for run in runs),
     )
-
-
-def _seconds_caveats(runs: list[Outcome]) -> list[str]:
-    caveats = []
-    if any(run.shared_the_machine for run in runs):
-        caveats.append("runs shared the machine with other runs (`--jobs`)")
-    if len(_distinct(run.metadata["hardware"] for run in runs)) > 1:
-        caveats.append("runs used different machines")
-    if len(_distinct(run.config.get("train.cpu_threads") for run in runs)) > 1:
-        caveats.append("runs used different numbers of threads")
-    return caveats
 
 
 def _caveats(runs: list[Outcome]) -> list[str]:
@@ -149,15 +146,9 @@ def _caveats(runs: list[Outcome]) -> list[str]:
     return caveats
 
 
-def _extent(run: Outcome) -> str:
-    tokens, num_bytes = run.evaluated_on
-    return f"{tokens:,} tokens of {num_bytes:,} bytes"
-
-
 def _distinct(values: Iterable[Any]) -> list[Any]:
-    """Return the values without duplicates, in order; unlike a set, this works for unhashable values."""
+    """Return the values without duplicates, in order; they may be unhashable."""
     distinct: list[Any] = []
     for value in values:
-        if value not in distinct:
-            distinct.append(value)
+        distinct += [] if value in distinct else [value]
     return distinct
