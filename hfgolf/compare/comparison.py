@@ -10,6 +10,7 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hfgolf.compare.experiment import Experiment
@@ -57,40 +58,20 @@ class Comparison:
         return json.dumps({"written_by": "hfgolf"} | redact_values(dataclasses.asdict(self)), indent=1) + "\n"
 
 
-def compare_experiment(
-    experiment: Experiment, command: str, outcomes: Outcomes, failures: Failures, margin: float | None = None
-) -> Comparison:
-    """Compare the runs of an experiment. outcomes and failures must have every arm; margin: see `arm_results`."""
-    grids = {}
-    for grid, axes in experiment.grids.items():
-        # an arm that failed with any seed is not a candidate, however good its other runs are
-        whole = [arm for arm in experiment.arms_of(grid) if not failures[arm]]
-        means = {arm: statistics.mean(run.curve[-1].final_loss for run in outcomes[arm].values()) for arm in whole}
-        grids[grid] = best_of_grid(means, experiment.arms, axes)
-    best = grids.get(experiment.baseline)
-    baseline = best.arm if best else experiment.baseline
-    return _comparison(experiment.path.stem, command, baseline, outcomes, failures, experiment.arms, grids, margin)
-
-
 def compare_outcomes(name: str, command: str, outcomes: Outcomes, margin: float | None = None) -> Comparison:
     """Compare finished runs; the first arm is the baseline. margin: see `arm_results`."""
     configs = {arm: next(iter(runs.values())).config for arm, runs in outcomes.items()}
     keys = {key for config in configs.values() for key in config if not key.startswith("run.")}
     differing = sorted(key for key in keys if len({json.dumps(config.get(key)) for config in configs.values()}) > 1)
     settings = {arm: {key: config.get(key) for key in differing} for arm, config in configs.items()}
-    return _comparison(name, command, next(iter(outcomes)), outcomes, {}, settings, {}, margin)
+    experiment = Experiment(Path(f"{name}.yaml"), None, [], settings, {}, next(iter(outcomes)))
+    return compare_experiment(experiment, command, outcomes, {}, margin)
 
 
-def _comparison(
-    name: str,
-    command: str,
-    baseline: str,
-    outcomes: Outcomes,
-    failures: Failures,
-    settings: Mapping[str, Mapping[str, Any]],
-    grids: dict[str, GridBest | None],
-    margin: float | None,
+def compare_experiment(
+    experiment: Experiment, command: str, outcomes: Outcomes, failures: Failures, margin: float | None = None
 ) -> Comparison:
+    """Compare the runs of an experiment. outcomes and failures must have every arm; margin: see `arm_results`."""
     runs = [run for by_seed in outcomes.values() for run in by_seed.values()]
     if not runs:
         reasons = [reason for by_seed in failures.values() for reason in by_seed.values()]
@@ -109,15 +90,23 @@ def _comparison(
         "runs used different machines": len(hardware) > 1,
         "runs used different numbers of threads": len({run.config.get("train.cpu_threads") for run in runs}) > 1,
     }
+    grids = {}
+    for grid, axes in experiment.grids.items():
+        # an arm that failed with any seed is not a candidate, however good its other runs are
+        whole = [arm for arm in experiment.arms_of(grid) if not failures[arm]]
+        means = {arm: statistics.mean(run.curve[-1].final_loss for run in outcomes[arm].values()) for arm in whole}
+        grids[grid] = best_of_grid(means, experiment.arms, axes)
+    best = grids.get(experiment.baseline)
+    baseline = best.arm if best else experiment.baseline
     curves = {arm: {seed: run.curve for seed, run in by_seed.items()} for arm, by_seed in outcomes.items()}
     return Comparison(
-        name=name,
+        name=experiment.path.stem,
         command=command,
         baseline=baseline if outcomes.get(baseline) else None,
         val_tokens=runs[0].evaluated_on[0],
         is_whole=all(run.is_whole for run in runs),
         arms=arm_results(curves, baseline, margin),
-        settings={arm: dict(values) for arm, values in settings.items()},
+        settings=experiment.arms,
         grids=grids,
         failures={arm: dict(by_seed) for arm, by_seed in failures.items() if by_seed},
         margin=margin,

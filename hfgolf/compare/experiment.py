@@ -20,8 +20,8 @@ from hfgolf.system.wording import join_words, nearest, shortened
 if TYPE_CHECKING:
     from hfgolf.run.folder import RunFolder
 
-Settings = dict[str, str]
-"""{"section.key": value as written}"""
+Settings = dict[str, Any]
+"""{"section.key": value}; of a definition, as written"""
 
 _PARTS = ("base", "seeds", "common", "arms", "grid", "baseline")
 _SET_BY_EXPERIMENT = {"run.name", "run.seed", "run.output_dir", "train.resume"}
