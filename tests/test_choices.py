@@ -19,8 +19,7 @@ from datasets import Dataset
 from hfgolf.config.parse import KEY_TYPES
 from hfgolf.config.sections import OptimSection, RunConfig, ScheduleSection, TokenizerSection
 from hfgolf.data.tokenizer import build_tokenizer
-from hfgolf.golf.allocate import allocate
-from hfgolf.golf.quantize import plan_steps
+from hfgolf.golf.quantize import allocate, plan_steps
 from hfgolf.model.configuration_golf import _CHOICES, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer

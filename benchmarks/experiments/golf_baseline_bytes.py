@@ -22,10 +22,9 @@ import torch
 from torch import Tensor, nn
 
 from hfgolf.config.parse import load_config
-from hfgolf.golf.allocate import allocate
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.grid import gaussian_bits, round_nearest
-from hfgolf.golf.quantize import has_grid, matrices, quantize_model
+from hfgolf.golf.quantize import allocate, has_grid, matrices, quantize_model
 from hfgolf.golf.script import packed_script
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.system.durable import write_text

@@ -29,10 +29,10 @@ from hfgolf.config.sections import RunConfig
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.golf.artifact import model_encoder
-from hfgolf.golf.budget import bytes_besides
 from hfgolf.golf.curvature import calibration_batches, measure_curvature, token_counts
-from hfgolf.golf.forecast import TOLERATED_NATS
 from hfgolf.golf.grid import Quantized
+from hfgolf.golf.hooks import TOLERATED_NATS
+from hfgolf.golf.ledger import bytes_besides
 from hfgolf.golf.quantize import QuantizedModel, matrices, quantize_model
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_exported

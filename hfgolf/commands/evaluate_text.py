@@ -27,7 +27,7 @@ from hfgolf.evaluate.text import tokenize_files
 from hfgolf.evaluate.windows import Plan
 from hfgolf.golf.certificate import Certificate, certify
 from hfgolf.golf.legality import legality_problems
-from hfgolf.golf.scorer import ScorerSettings, build_scorer, evaluate_adapting, legality_slice
+from hfgolf.golf.score_first import ScorerSettings, build_scorer, evaluate_adapting
 from hfgolf.measure.memory import evaluation_batch_size
 from hfgolf.model.causal_blocks import choose_attention
 from hfgolf.publish.load import load_exported
@@ -202,7 +202,9 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
         if options.check_legality:
             with evaluation_mode(model):
                 scorer = build_scorer(model, accelerator, settings)
-                part = legality_slice(settings, tokens.val.tokens)
+                # four windows, and four chunks of an adapter
+                num_tokens = 1 + 4 * max(settings.length, settings.chunk_tokens if settings.adapter else 0)
+                part = tokens.val.tokens[:num_tokens]
                 problems = tuple(legality_problems(scorer, part, vocab_size, fixed_ids=[settings.separator]))
         certificate = None
         if options.certify:

@@ -55,9 +55,7 @@ def main() -> int:
         parser.error("--tokens and --bytes go together, with --scores; runs say how much text was scored")
 
     def scores(paths: list[Path] | None, numbers: list[float]) -> list[Score]:
-        if paths:
-            return read_scores(paths)
-        return [Score(f"seed {number}", bits) for number, bits in enumerate(numbers, start=1)]
+        return read_scores(paths) if paths else [Score(f"seed {n}", bits) for n, bits in enumerate(numbers, start=1)]
 
     left_out = {}
     for text in arguments.leave_out:
@@ -96,10 +94,9 @@ def welch_test(
 
     reference: the scores of its seeds, or one number without a deviation, which makes it a one-sample test.
 
-    Returns t, degrees_of_freedom and p (one-sided); needed_t, the smallest t that is significant; needed_seeds, the
-    fewest for which this mean and deviation are, None if more than 1,000; and mean, sd, reference, reference_sd, margin
-    and lead, which is how far the mean is below the reference minus the margin. Raises UserError for fewer than two
-    scores.
+    p is one-sided; needed_t is the smallest t that is significant; needed_seeds are the fewest for which this mean and
+    deviation are, None if more than 1,000; lead is how far the mean is below the reference minus the margin. Raises
+    UserError for fewer than two scores.
     """
     from hfgolf.compare.statistics import stats  # late: scipy takes a second
 
@@ -169,26 +166,24 @@ def judge(
         margin_nats / math.log(2) * (tokens_per_byte or 0.0),
         significance,
     )
+
+    def in_nats(bits: float | None) -> float | None:
+        return bits * math.log(2) / tokens_per_byte if tokens_per_byte and bits is not None else None
+
+    def with_nats(score: Score) -> dict[str, Any]:
+        return asdict(score) | {"nats_per_token": in_nats(score.bits_per_byte)}
+
     in_bits = {name: test.pop(name) for name in ("mean", "sd", "reference", "reference_sd", "margin", "lead")}
     return {
         "holds": test["p"] < significance,
-        "scores": [_with_nats(score, tokens_per_byte) for score in counted],
-        "references": [_with_nats(score, tokens_per_byte) for score in references],
+        "scores": [with_nats(score) for score in counted],
+        "references": [with_nats(score) for score in references],
         "left_out": left_out,
         "bits_per_byte": in_bits,
-        "nats_per_token": {name: _in_nats(value, tokens_per_byte) for name, value in in_bits.items()},
+        "nats_per_token": {name: in_nats(value) for name, value in in_bits.items()},
         "significance": significance,
         **test,
     }
-
-
-def _in_nats(bits_per_byte: float | None, tokens_per_byte: float | None) -> float | None:
-    """Convert bits per byte, or a difference, to nats per token; None if one of the arguments is not known."""
-    return bits_per_byte * math.log(2) / tokens_per_byte if tokens_per_byte and bits_per_byte is not None else None
-
-
-def _with_nats(score: Score, tokens_per_byte: float | None) -> dict[str, Any]:
-    return asdict(score) | {"nats_per_token": _in_nats(score.bits_per_byte, tokens_per_byte)}
 
 
 def _table(figures: Mapping[str, Any]) -> str:

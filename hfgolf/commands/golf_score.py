@@ -20,7 +20,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     arguments = parser.parse_args()
 
-    from hfgolf.golf.rescore import rescore_folder
+    from hfgolf.golf.ledger import rescore_folder
 
     figures, problems = rescore_folder(arguments.folder, arguments.mode, arguments.stride)
     if arguments.json:

@@ -10,6 +10,7 @@ import json
 import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hfgolf.compare.experiment import Experiment
@@ -57,10 +58,38 @@ class Comparison:
         return json.dumps({"written_by": "hfgolf"} | redact_values(dataclasses.asdict(self)), indent=1) + "\n"
 
 
+def compare_outcomes(name: str, command: str, outcomes: Outcomes, margin: float | None = None) -> Comparison:
+    """Compare finished runs; the first arm is the baseline. margin: see `arm_results`."""
+    configs = {arm: next(iter(runs.values())).config for arm, runs in outcomes.items()}
+    keys = {key for config in configs.values() for key in config if not key.startswith("run.")}
+    differing = sorted(key for key in keys if len({json.dumps(config.get(key)) for config in configs.values()}) > 1)
+    settings = {arm: {key: config.get(key) for key in differing} for arm, config in configs.items()}
+    experiment = Experiment(Path(f"{name}.yaml"), None, [], settings, {}, next(iter(outcomes)))
+    return compare_experiment(experiment, command, outcomes, {}, margin)
+
+
 def compare_experiment(
     experiment: Experiment, command: str, outcomes: Outcomes, failures: Failures, margin: float | None = None
 ) -> Comparison:
     """Compare the runs of an experiment. outcomes and failures must have every arm; margin: see `arm_results`."""
+    runs = [run for by_seed in outcomes.values() for run in by_seed.values()]
+    if not runs:
+        reasons = [reason for by_seed in failures.values() for reason in by_seed.values()]
+        raise UserError(f"no run finished; the first failure: {reasons[0]}")
+    for run in runs:
+        if run.evaluated_on != runs[0].evaluated_on:
+            pairs = (runs[0].evaluated_on, run.evaluated_on)
+            extents = [f"{tokens:,} tokens of {num_bytes:,} bytes" for tokens, num_bytes in pairs]
+            raise UserError(
+                f"{runs[0].path} was evaluated on {extents[0]}, {run.path} on {extents[1]}; compare runs with the same"
+                " data, tokenizer and batch.sequence_length."
+            )
+    hardware = _distinct(run.metadata["hardware"] for run in runs)
+    seconds_caveats = {
+        "runs shared the machine with other runs (`--jobs`)": any(run.shared_the_machine for run in runs),
+        "runs used different machines": len(hardware) > 1,
+        "runs used different numbers of threads": len({run.config.get("train.cpu_threads") for run in runs}) > 1,
+    }
     grids = {}
     for grid, axes in experiment.grids.items():
         # an arm that failed with any seed is not a candidate, however good its other runs are
@@ -69,67 +98,24 @@ def compare_experiment(
         grids[grid] = best_of_grid(means, experiment.arms, axes)
     best = grids.get(experiment.baseline)
     baseline = best.arm if best else experiment.baseline
-    return _comparison(experiment.path.stem, command, baseline, outcomes, failures, experiment.arms, grids, margin)
-
-
-def compare_outcomes(name: str, command: str, outcomes: Outcomes, margin: float | None = None) -> Comparison:
-    """Compare finished runs; the first arm is the baseline. margin: see `arm_results`."""
-    configs = {arm: next(iter(runs.values())).config for arm, runs in outcomes.items()}
-    keys = {key for config in configs.values() for key in config if not key.startswith("run.")}
-    differing = sorted(key for key in keys if len({json.dumps(config.get(key)) for config in configs.values()}) > 1)
-    settings = {arm: {key: config.get(key) for key in differing} for arm, config in configs.items()}
-    return _comparison(name, command, next(iter(outcomes)), outcomes, {}, settings, {}, margin)
-
-
-def _comparison(
-    name: str,
-    command: str,
-    baseline: str,
-    outcomes: Outcomes,
-    failures: Failures,
-    settings: Mapping[str, Mapping[str, Any]],
-    grids: dict[str, GridBest | None],
-    margin: float | None,
-) -> Comparison:
-    runs = [run for by_seed in outcomes.values() for run in by_seed.values()]
-    if not runs:
-        reasons = [reason for by_seed in failures.values() for reason in by_seed.values()]
-        raise UserError(f"no run finished; the first failure: {reasons[0]}")
-    for run in runs:
-        if run.evaluated_on != runs[0].evaluated_on:
-            raise UserError(
-                f"{runs[0].path} was evaluated on {_extent(runs[0])}, {run.path} on {_extent(run)}; compare runs with"
-                " the same data, tokenizer and batch.sequence_length."
-            )
     curves = {arm: {seed: run.curve for seed, run in by_seed.items()} for arm, by_seed in outcomes.items()}
     return Comparison(
-        name=name,
+        name=experiment.path.stem,
         command=command,
         baseline=baseline if outcomes.get(baseline) else None,
         val_tokens=runs[0].evaluated_on[0],
         is_whole=all(run.is_whole for run in runs),
         arms=arm_results(curves, baseline, margin),
-        settings={arm: dict(values) for arm, values in settings.items()},
+        settings=experiment.arms,
         grids=grids,
         failures={arm: dict(by_seed) for arm, by_seed in failures.items() if by_seed},
         margin=margin,
-        seconds_caveats=_seconds_caveats(runs),
+        seconds_caveats=[caveat for caveat, holds in seconds_caveats.items() if holds],
         caveats=_caveats(runs),
-        hardware=_distinct(run.metadata["hardware"] for run in runs),
+        hardware=hardware,
         packages=_distinct(run.metadata["packages"] for run in runs),
         commits=_distinct(run.metadata["commit"] for run in runs),
     )
-
-
-def _seconds_caveats(runs: list[Outcome]) -> list[str]:
-    caveats = []
-    if any(run.shared_the_machine for run in runs):
-        caveats.append("runs shared the machine with other runs (`--jobs`)")
-    if len(_distinct(run.metadata["hardware"] for run in runs)) > 1:
-        caveats.append("runs used different machines")
-    if len(_distinct(run.config.get("train.cpu_threads") for run in runs)) > 1:
-        caveats.append("runs used different numbers of threads")
-    return caveats
 
 
 def _caveats(runs: list[Outcome]) -> list[str]:
@@ -149,15 +135,9 @@ def _caveats(runs: list[Outcome]) -> list[str]:
     return caveats
 
 
-def _extent(run: Outcome) -> str:
-    tokens, num_bytes = run.evaluated_on
-    return f"{tokens:,} tokens of {num_bytes:,} bytes"
-
-
 def _distinct(values: Iterable[Any]) -> list[Any]:
-    """Return the values without duplicates, in order; unlike a set, this works for unhashable values."""
+    """Return the values without duplicates, in order; they may be unhashable."""
     distinct: list[Any] = []
     for value in values:
-        if value not in distinct:
-            distinct.append(value)
+        distinct += [] if value in distinct else [value]
     return distinct

@@ -20,8 +20,8 @@ from hfgolf.system.wording import join_words, nearest, shortened
 if TYPE_CHECKING:
     from hfgolf.run.folder import RunFolder
 
-Settings = dict[str, str]
-"""{"section.key": value as written}"""
+Settings = dict[str, Any]
+"""{"section.key": value}; of a definition, as written"""
 
 _PARTS = ("base", "seeds", "common", "arms", "grid", "baseline")
 _SET_BY_EXPERIMENT = {"run.name", "run.seed", "run.output_dir", "train.resume"}
@@ -115,7 +115,16 @@ def _experiment(path: Path, content: dict[str, Any]) -> Experiment:
     baseline = parts.get("baseline", next(iter(stated)))
     if baseline not in [*stated, *arms]:
         raise UserError(f"baseline: there is no arm {baseline}; allowed: {join_words(stated, last=' or ')}.")
-    return Experiment(path, base, _seeds(parts.get("seeds")), arms, grids, baseline)
+    seeds = parts.get("seeds")
+    if (
+        not (isinstance(seeds, list) and seeds)
+        or not all(isinstance(seed, str) and seed.isdecimal() for seed in seeds)
+        or len({*map(int, seeds)}) < len(seeds)
+    ):
+        raise UserError(
+            f"seeds: {shortened(seeds)} is not allowed; allowed: a list of different numbers, such as [1, 2, 3]."
+        )
+    return Experiment(path, base, [*map(int, seeds)], arms, grids, baseline)
 
 
 def plan_runs(experiment: Experiment, output_dir: Path, options: Sequence[str]) -> list[PlannedRun]:
@@ -129,28 +138,22 @@ def plan_runs(experiment: Experiment, output_dir: Path, options: Sequence[str]) 
     _check_keys("the command line", stated)
     configs = {}
     for arm, settings in experiment.arms.items():
-        flattened = stated & {key for key, value in settings.items() if _differs(experiment, key, value)}
-        if flattened:
-            raise UserError(f"--{flattened.pop()}: the arms differ in this key; change it in {experiment.path}.")
+        for key in stated & settings.keys():
+            if any(others.get(key) != settings[key] for others in experiment.arms.values()):
+                raise UserError(f"--{key}: the arms differ in this key; change it in {experiment.path}.")
         arguments = [*base_options, *(f"--{key}={value}" for key, value in settings.items()), *options]
         try:
             configs[arm] = arguments, load_config(arguments)
         except UserError as error:
             raise UserError(f"{experiment.path}: {arm}: {str(error).removeprefix('the command line: ')}") from None
-    return [
-        _planned_run(arm, seed, output_dir, *config) for seed in experiment.seeds for arm, config in configs.items()
-    ]
-
-
-def _planned_run(arm: str, seed: int, output_dir: Path, arguments: list[str], resolved: ResolvedConfig) -> PlannedRun:
-    name = re.sub(r"[^\w.-]+", "-", arm).strip("-") + f"-seed{seed}"
-    decided = {"run.name": name, "run.seed": seed, "run.output_dir": str(output_dir), "train.resume": "auto"}
-    resolved = resolved.resolve("command line", **{key.replace(".", "__"): value for key, value in decided.items()})
-    return PlannedRun(arm, [*arguments, *(f"--{key}={value}" for key, value in decided.items())], resolved)
-
-
-def _differs(experiment: Experiment, key: str, value: str) -> bool:
-    return any(settings.get(key) != value for settings in experiment.arms.values())
+    runs = []
+    for seed, (arm, (arguments, resolved)) in itertools.product(experiment.seeds, configs.items()):
+        name = re.sub(r"[^\w.-]+", "-", arm).strip("-") + f"-seed{seed}"
+        decided = {"run.name": name, "run.seed": seed, "run.output_dir": str(output_dir), "train.resume": "auto"}
+        keys = {key.replace(".", "__"): value for key, value in decided.items()}
+        stated_too = [*arguments, *(f"--{key}={value}" for key, value in decided.items())]
+        runs.append(PlannedRun(arm, stated_too, resolved.resolve("command line", **keys)))
+    return runs
 
 
 def _mapping(where: str, value: Any) -> dict[str, Any]:
@@ -199,15 +202,3 @@ def _grids(value: Any, arms: list[str]) -> dict[str, dict[str, list[str]]]:
             for arm in expanded:
                 grids.setdefault(arm, {})[key] = [_text(where, key, value) for value in values]
     return grids
-
-
-def _seeds(value: Any) -> list[int]:
-    try:
-        seeds = [int(seed) for seed in value]
-    except (TypeError, ValueError):
-        seeds = []
-    if not isinstance(value, list) or not seeds or min(seeds) < 0 or len(set(seeds)) < len(seeds):
-        raise UserError(
-            f"seeds: {shortened(value)} is not allowed; allowed: a list of different numbers, such as [1, 2, 3]."
-        )
-    return seeds

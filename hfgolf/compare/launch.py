@@ -12,7 +12,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from hfgolf.compare.experiment import PlannedRun
@@ -50,7 +49,8 @@ def run_missing(
     stop first.
     """
     complete = [run for run in runs if _is_complete(run)]
-    failures = {run.name: _failure(run).read_text(encoding="utf-8") for run in runs if _failure(run).exists()}
+    reasons = {run.name: run.folder.path / FAILURE_NAME for run in runs}
+    failures = {name: path.read_text(encoding="utf-8") for name, path in reasons.items() if path.exists()}
     missing = [run for run in runs if run not in complete and run.name not in failures]
     logger.info("%d runs: %d already complete, %d to do", len(runs), len(complete), len(missing))
     if failures:
@@ -71,16 +71,26 @@ def run_missing(
                         continue
                     run = active.pop(process)
                     if status:
-                        failures[run.name] = _failure_reason(run)
+                        lines = run.log.read_text(encoding="utf-8", errors="replace").splitlines() or ["no output"]
+                        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+                        failures[run.name] = one_line((errors or lines)[-1])
                         is_full = shutil.disk_usage(run.folder.path).free < _SMALL_BYTES
                         if status in _FAILED and _last_start(run) != begun[run.name] and not is_full:
-                            write_text(_failure(run), failures[run.name])
+                            write_text(reasons[run.name], failures[run.name])
                     end = f"failed: {failures[run.name]}" if status else "is complete"
-                    done = len(missing) - len(waiting) - len(active)
-                    progress = _progress(done, len(missing), time.perf_counter() - started_at)
+                    done, seconds = len(missing) - len(waiting) - len(active), time.perf_counter() - started_at
+                    left = duration(seconds / done * (len(missing) - done))
+                    progress = f"{duration(seconds)} so far{f', about {left} left' if done < len(missing) else ''}"
                     logger.info("[%d/%d] %s %s; %s", done, len(missing), run.name, end, progress)
         finally:
-            _stop(list(active))
+            for process in active:
+                process.terminate()  # the runs save and stop
+            for process in active:
+                try:
+                    process.wait(timeout=_SAVE_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
     return failures
 
 
@@ -100,18 +110,6 @@ def _start(run: PlannedRun, at_once: int, command: Sequence[str]) -> subprocess.
             env=environment,
             start_new_session=True,  # only this process gets Ctrl-C, and then stops the runs
         )
-
-
-def _stop(active: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Let the runs save and stop."""
-    for process in active:
-        process.terminate()
-    for process in active:
-        try:
-            process.wait(timeout=_SAVE_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
 
 
 def _last_start(run: PlannedRun) -> tuple[int, int] | None:
@@ -134,19 +132,3 @@ def _is_complete(run: PlannedRun) -> bool:
             f"{', ...' if len(changed) > 3 else ''}); choose another --output_dir or delete that folder."
         )
     return False
-
-
-def _failure(run: PlannedRun) -> Path:
-    return run.folder.path / FAILURE_NAME
-
-
-def _failure_reason(run: PlannedRun) -> str:
-    """Return why a run failed: its last error line, or else its last line."""
-    lines = run.log.read_text(encoding="utf-8", errors="replace").splitlines() or ["no output"]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return one_line((errors or lines)[-1])
-
-
-def _progress(done: int, total: int, seconds: float) -> str:
-    left = f", about {duration(seconds / done * (total - done))} left" if done < total else ""
-    return f"{duration(seconds)} so far{left}"

@@ -9,13 +9,16 @@ import statistics
 from collections.abc import Mapping
 
 from hfgolf.compare.comparison import Comparison
-from hfgolf.compare.statistics import NOISE_P_VALUE, ArmResult, Difference, Equivalence, GridBest
+from hfgolf.compare.statistics import NOISE_P_VALUE, ArmResult, GridBest
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import count_of, join_words
 
 
 def to_markdown(comparison: Comparison) -> str:
     """Return the comparison as a Markdown page, secrets redacted. It shows the plot NAME.png in the same folder."""
+    machines = [f"{machine.get('device')}, {machine.get('cores')} cores" for machine in comparison.hardware]
+    versions = [f"torch {packages.get('torch')}, hfgolf {packages.get('hfgolf')}" for packages in comparison.packages]
+    commits = [str(commit) for commit in comparison.commits]
     parts = [
         f"# {comparison.name}",
         _what_is_compared(comparison),
@@ -23,7 +26,7 @@ def to_markdown(comparison: Comparison) -> str:
         _table(comparison),
         *_remarks(comparison),
         f"Repeat it: `{comparison.command}`",
-        _machine(comparison),
+        f"Measured on {join_words(machines, last=' and ')}; {join_words(versions)}; commit {join_words(commits)}.",
     ]
     return redact("\n\n".join(parts) + "\n")
 
@@ -55,7 +58,9 @@ def _table(comparison: Comparison) -> str:
     for name in sorted(finished, key=lambda name: finished[name].mean or 0):
         cells = [f"`{name}`", *_cells(comparison, name, finished[name])]
         if comparison.margin:
-            cells.append(_equivalence(finished[name].equivalence))
+            found = finished[name].equivalence
+            verdict = "" if found is None else "yes" if found.is_shown else "no" if found.is_refuted else "not shown"
+            cells.append("" if found is None else f"{verdict} ({_stated(found.p_value)})")
         lines.append(f"| {' | '.join(cells)} |")
     columns = lines[1].count("---")
     lines += [
@@ -66,38 +71,29 @@ def _table(comparison: Comparison) -> str:
 
 def _cells(comparison: Comparison, name: str, arm: ArmResult) -> list[str]:
     losses = arm.final_losses.values()
-    cells = [f"{arm.mean:.4f}", _number(arm.sd), f"{min(losses):.4f} to {max(losses):.4f}"]
+    sd = "" if arm.sd is None else f"{arm.sd:.4f}"
+    cells = [f"{arm.mean:.4f}", sd, f"{min(losses):.4f} to {max(losses):.4f}"]
     failed = comparison.failures.get(name)
     if failed:
         cells[0] += f" ({len(failed)} of {len(failed) + len(losses)} failed)"
     if name == comparison.baseline:
         return [*cells, "", "", "baseline", f"{arm.steps:,.0f}", f"{arm.seconds:,.1f}"]
-    if arm.difference is None or arm.reach is None:
+    difference = arm.difference
+    if difference is None or arm.reach is None:
         return [*cells, "", "", "", "", ""]
-    sd = "" if arm.difference.sd is None else f" ± {arm.difference.sd:.4f}"
+    if difference.p_value is None:
+        p_value, verdict = "", "one seed: cannot tell"
+    else:
+        p_value = "< 0.001" if difference.p_value < 0.001 else f"{difference.p_value:.3f}"
+        verdict = "within noise" if difference.is_noise else "better" if difference.mean < 0 else "worse"
     return [
         *cells,
-        f"{arm.difference.mean:+.4f}{sd}",
-        _p_value(arm.difference.p_value),
-        _verdict(arm.difference),
+        f"{difference.mean:+.4f}" + ("" if difference.sd is None else f" ± {difference.sd:.4f}"),
+        p_value,
+        verdict,
         _reached(arm.reach.steps, arm.reach.share_of_steps, ",.0f"),
         _reached(arm.reach.seconds, arm.reach.share_of_seconds, ",.1f"),
     ]
-
-
-def _verdict(difference: Difference) -> str:
-    if difference.p_value is None:
-        return "one seed: cannot tell"
-    if difference.is_noise:
-        return "within noise"
-    return "better" if difference.mean < 0 else "worse"
-
-
-def _equivalence(found: Equivalence | None) -> str:
-    if found is None:
-        return ""
-    verdict = "yes" if found.is_shown else "no" if found.is_refuted else "not shown"
-    return f"{verdict} ({_stated(found.p_value)})"
 
 
 def _reached(by_seed: Mapping[int, float | None], share: float | None, form: str) -> str:
@@ -159,13 +155,12 @@ def _equivalence_remark(comparison: Comparison) -> str:
             continue
         low, high = found.interval
         interval = f"90 % confidence interval of the difference: {low:+.4f} to {high:+.4f}"
+        verdict = f"not shown to be equivalent ({_stated(found.p_value)})"
         if found.is_shown:
-            lines.append(f"- `{name}`: equivalent within {margin} ({_stated(found.p_value)}). {interval}.")
+            verdict = f"equivalent within {margin} ({_stated(found.p_value)})"
         elif found.is_refuted:
-            lines.append(f"- `{name}`: not equivalent; it differs by more than {margin}. {interval}.")
-        else:
-            verdict = f"not shown to be equivalent ({_stated(found.p_value)})"
-            lines.append(f"- `{name}`: {verdict}. {interval}.")
+            verdict = f"not equivalent; it differs by more than {margin}"
+        lines.append(f"- `{name}`: {verdict}. {interval}.")
     return "\n".join(lines)
 
 
@@ -177,23 +172,6 @@ def _grid_remark(grid: str, best: GridBest | None) -> str:
     if not all(best.is_bracketed.values()):
         text += " If it is not bracketed, a value beyond the edge may be even better."
     return text
-
-
-def _machine(comparison: Comparison) -> str:
-    machines = [f"{machine.get('device')}, {machine.get('cores')} cores" for machine in comparison.hardware]
-    versions = [f"torch {packages.get('torch')}, hfgolf {packages.get('hfgolf')}" for packages in comparison.packages]
-    commits = [str(commit) for commit in comparison.commits]
-    return f"Measured on {join_words(machines, last=' and ')}; {join_words(versions)}; commit {join_words(commits)}."
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
-
-
-def _p_value(value: float | None) -> str:
-    if value is None:
-        return ""
-    return "< 0.001" if value < 0.001 else f"{value:.3f}"
 
 
 def _stated(p_value: float) -> str:

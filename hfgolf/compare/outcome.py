@@ -91,9 +91,9 @@ def _outcome(folder: RunFolder) -> Outcome:
     column = {"raw": "val_loss", "ema": "val_loss_ema"}[summary["weights"]]
     if not rows:
         raise KeyError("rows")
-    first, last = rows[0], rows[-1]
-    step_seconds = statistics.median(_training_seconds(row) / len(row["train_losses"]) for row in rows)
-    before_seconds = first["elapsed_seconds"] - _training_seconds(first)  # compilation; the clock starts before it
+    last, seconds = rows[-1], [row["data_seconds"] + row["compute_seconds"] for row in rows]  # since the row before
+    step_seconds = statistics.median(spent / len(row["train_losses"]) for spent, row in zip(seconds, rows, strict=True))
+    before_seconds = rows[0]["elapsed_seconds"] - seconds[0]  # compilation; the clock starts before it
     curve = [
         Point(row["step"], before_seconds + row["step"] * step_seconds, on_subset(row)[column])
         for row in rows
@@ -140,7 +140,11 @@ def group_by_arm(outcomes: Sequence[Outcome]) -> dict[str, dict[int, Outcome]]:
     """
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
-        groups.setdefault(json.dumps(_settings(outcome), sort_keys=True), []).append(outcome)
+        sources, settings = outcome.metadata["sources"], {"corpus": outcome.metadata.get("corpus")}
+        for key, value in outcome.config.items():
+            if not _NOT_OF_THE_ARM.match(key) and sources.get(key) != "auto":  # which each machine decides for itself
+                settings[key] = value
+        groups.setdefault(json.dumps(settings, sort_keys=True), []).append(outcome)
     arms: dict[str, dict[int, Outcome]] = {}
     for members in groups.values():
         name = re.sub(r"[-_.]seed\d+$", "", members[0].path.name)
@@ -150,18 +154,3 @@ def group_by_arm(outcomes: Sequence[Outcome]) -> dict[str, dict[int, Outcome]]:
             if twin is not outcome:
                 raise UserError(f"--runs: {twin.path} and {outcome.path} are the same config and seed; leave one out.")
     return arms
-
-
-def _settings(outcome: Outcome) -> dict[str, Any]:
-    """Return the text and the part of the config that define the arm, without what each machine decides for itself."""
-    sources = outcome.metadata["sources"]
-    return {"corpus": outcome.metadata.get("corpus")} | {
-        key: value
-        for key, value in outcome.config.items()
-        if not _NOT_OF_THE_ARM.match(key) and sources.get(key) != "auto"
-    }
-
-
-def _training_seconds(row: dict[str, Any]) -> float:
-    """Return the seconds of the steps since the previous row."""
-    return row["data_seconds"] + row["compute_seconds"]

@@ -1,16 +1,6 @@
 """The statistics of a comparison: differences paired by seed, equivalence, and when an arm reaches the baseline.
 
-Works on validation curves as numbers and does not know where they come from. An arm is one config, run with several
-seeds.
-
-The p-value is that of the two-sided paired t-test, which assumes that the differences between seeds are normally
-distributed. With 3 to 5 seeds, a test with weaker assumptions cannot show anything: the p-value of a sign-flip test of
-n differences is never below 2 / 2^n, which is 0.25 for 3 seeds and 0.06 for 5.
-
-A difference within noise proves nothing: with few seeds, large differences are, too. The test for equivalence asks the
-reverse. It takes for granted that the true difference is a margin or more, and shows otherwise if both of its one-sided
-t-tests reject (TOST; Schuirmann 1987, Journal of Pharmacokinetics and Biopharmaceutics 15). It is at the level of 5 %
-exactly if the 90 % confidence interval is within the margin.
+Works on validation curves as numbers. An arm is one config, run with several seeds.
 """
 
 from __future__ import annotations
@@ -65,7 +55,7 @@ class Difference:
 
     @property
     def is_noise(self) -> bool:
-        """Return whether this difference may be due to the seeds alone."""
+        """Whether this difference may be due to the seeds alone."""
         return self.p_value is None or self.p_value >= NOISE_P_VALUE
 
 
@@ -81,12 +71,11 @@ class Equivalence:
 
     @property
     def is_shown(self) -> bool:
-        """Return whether the arms are equivalent within the margin."""
         return self.p_value < SIGNIFICANCE
 
     @property
     def is_refuted(self) -> bool:
-        """Return whether the true difference is shown to be beyond the margin."""
+        """Whether the true difference is shown to be beyond the margin."""
         low, high = self.interval
         return low > self.margin or high < -self.margin
 
@@ -133,30 +122,52 @@ def arm_results(arms: Arms, baseline: str, margin: float | None = None) -> dict[
 
     margin: test also whether they are equivalent within this many nats.
     """
-    others = {name: None if name == baseline else arms[baseline] for name in arms}
-    return {name: _arm_result(curves, others[name], margin) for name, curves in arms.items()}
+    results, ends = {}, {seed: curve[-1] for seed, curve in arms[baseline].items()}
+    for name, curves in arms.items():
+        finals = {seed: curve[-1] for seed, curve in curves.items()}
+        losses = {seed: final.final_loss for seed, final in finals.items()}
+        difference = reach = None
+        if ends and name != baseline:
+            difference = paired_difference(losses, {seed: end.final_loss for seed, end in ends.items()})
+            reach = _reach(curves, [*ends.values()])
+        results[name] = ArmResult(
+            final_losses=losses,
+            mean=_mean(losses.values()),
+            sd=_sample_sd([*losses.values()]),
+            steps=_mean(final.step for final in finals.values()),
+            seconds=_mean(final.seconds for final in finals.values()),
+            difference=difference,
+            reach=reach,
+            equivalence=equivalence([*difference.by_seed.values()], margin) if difference and margin else None,
+        )
+    return results
 
 
 def paired_difference(losses: Mapping[int, float], baseline: Mapping[int, float]) -> Difference | None:
-    """Return the differences of the losses from the baseline's, paired by seed; None if they share no seed."""
+    """Return the differences of the losses from the baseline's, paired by seed; None if they share no seed.
+
+    The p-value is that of the two-sided paired t-test, which assumes that the differences between seeds are normally
+    distributed. With 3 to 5 seeds, a test with weaker assumptions cannot show anything: the p-value of a sign-flip test
+    of n differences is never below 2 / 2^n, which is 0.25 for 3 seeds and 0.06 for 5.
+    """
     by_seed = {seed: loss - baseline[seed] for seed, loss in losses.items() if seed in baseline}
     if not by_seed:
         return None
-    values = list(by_seed.values())
-    return Difference(by_seed, statistics.mean(values), sample_sd(values), paired_p_value(values))
-
-
-def paired_p_value(differences: Sequence[float]) -> float | None:
-    """Return the two-sided p-value of the t-test that the mean difference is 0; None for fewer than two differences."""
-    if len(differences) < 2:
-        return None
-    if len(set(differences)) == 1:
-        return float(differences[0] == 0)
-    return float(stats.ttest_1samp(differences, 0.0).pvalue)
+    values, p_value = [*by_seed.values()], None
+    if len(values) > 1:
+        is_constant = len(set(values)) == 1
+        p_value = float(values[0] == 0) if is_constant else float(stats.ttest_1samp(values, 0.0).pvalue)
+    return Difference(by_seed, statistics.mean(values), _sample_sd(values), p_value)
 
 
 def equivalence(differences: Sequence[float], margin: float) -> Equivalence | None:
-    """Test whether the mean of differences is within a margin of 0; None for fewer than two differences."""
+    """Test whether the mean of differences is within a margin of 0; None for fewer than two differences.
+
+    A difference within noise proves nothing: with few seeds, large differences are, too. This test asks the reverse. It
+    takes for granted that the true difference is a margin or more, and shows otherwise if both of its one-sided t-tests
+    reject (TOST; Schuirmann 1987, Journal of Pharmacokinetics and Biopharmaceutics 15). It is at the level of 5 %
+    exactly if the 90 % confidence interval is within the margin.
+    """
     if len(differences) < 2:
         return None
     if len(set(differences)) == 1:  # no noise, and so no test
@@ -167,8 +178,7 @@ def equivalence(differences: Sequence[float], margin: float) -> Equivalence | No
     return Equivalence(margin, float(max(above.pvalue, below.pvalue)), (float(low), float(high)))
 
 
-def sample_sd(values: Sequence[float]) -> float | None:
-    """Return the sample standard deviation (n - 1); None for fewer than two values."""
+def _sample_sd(values: Sequence[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
@@ -183,10 +193,8 @@ def first_reach(curve: Curve, loss: float) -> tuple[float, float] | None:
         if point.loss <= loss:
             share = 1.0 if before is None else (before.loss - loss) / (before.loss - point.loss)
             start = before or point
-            return (
-                start.step + share * (point.step - start.step),
-                start.seconds + share * (point.seconds - start.seconds),
-            )
+            seconds = start.seconds + share * (point.seconds - start.seconds)
+            return start.step + share * (point.step - start.step), seconds
         before = point
     return None
 
@@ -217,25 +225,6 @@ def numbers(texts: Sequence[str]) -> list[float]:
         return [float(text) for text in texts]
     except ValueError:
         return []
-
-
-def _arm_result(curves: Mapping[int, Curve], baseline: Mapping[int, Curve] | None, margin: float | None) -> ArmResult:
-    finals = {seed: curve[-1] for seed, curve in curves.items()}
-    losses = {seed: final.final_loss for seed, final in finals.items()}
-    difference = reach = None
-    if baseline:
-        difference = paired_difference(losses, {seed: curve[-1].final_loss for seed, curve in baseline.items()})
-        reach = _reach(curves, [curve[-1] for curve in baseline.values()])
-    return ArmResult(
-        final_losses=losses,
-        mean=_mean(losses.values()),
-        sd=sample_sd(list(losses.values())),
-        steps=_mean(final.step for final in finals.values()),
-        seconds=_mean(final.seconds for final in finals.values()),
-        difference=difference,
-        reach=reach,
-        equivalence=equivalence(list(difference.by_seed.values()), margin) if difference and margin else None,
-    )
 
 
 def _reach(curves: Mapping[int, Curve], ends: Sequence[Point]) -> Reach:

@@ -50,7 +50,7 @@ from hfgolf.golf.decoder import (
 )
 from hfgolf.golf.grid import Quantized, entropy_bits
 from hfgolf.golf.quantize import has_grid
-from hfgolf.golf.rans import Coded, Encoder, split_integers
+from hfgolf.golf.rans import Encoder, split_integers
 from hfgolf.golf.script import config_differences
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
@@ -103,20 +103,23 @@ def encode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], order: Sequ
     encoder = Encoder(FIRST_CLASS + int(map_.max()) + 1)
     spans = {}
     for name in order:
-        start, tensor = encoder.num_chunks, tensors[name]
+        start, tensor = len(encoder.chunks), tensors[name]
         if isinstance(tensor, Quantized):
             _add_matrix(encoder, tensor, classes[name], first, map_)
         else:
             encoder.add(KIND, np.zeros(1, np.int64))
             encoder.add(REST, _rest_integers(name, tensor))
-        spans[name] = slice(start, encoder.num_chunks)
+        spans[name] = slice(start, len(encoder.chunks))
     coded = encoder.encode()
+    numbers = [coded.num_lanes, REST_DROPPED_BITS, len(map_), *map_.tolist()]
+    for lowest, frequencies in coded.tables:
+        numbers += [lowest, len(frequencies), *frequencies.tolist()]
     settings = json.dumps(dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    sections = [settings, _pack_tables(coded, map_), coded.stream, coded.raw]
+    sections = [settings, zlib.compress(np.array(numbers, "<i2").tobytes(), 9), coded.stream, coded.raw]
     content = MAGIC + VERSION.to_bytes(2, "little")
     content += b"".join(len(section).to_bytes(4, "little") + section for section in sections)
     data = content + zlib.crc32(content).to_bytes(4, "little")
-    num_bytes = [bits / 8 for bits in encoder.chunk_bits(coded.tables)]
+    num_bytes = [bits / 8 for bits in coded.chunk_bits]
     in_tensors = {name: TensorBytes(num_bytes[span][-1], sum(num_bytes[span][:-1])) for name, span in spans.items()}
     parts = {
         "config": len(settings),
@@ -154,7 +157,7 @@ def _add_matrix(encoder: Encoder, tensor: Quantized, classes: _Classes, first: i
 
     first, map_: the lowest class of any weight, and the histogram of each class from it on.
     """
-    base = int(np.median(tensor.row_codes)) if len(tensor.row_codes) else 0
+    base = int(np.median(tensor.row_codes))
     columns = tensor.column_codes
     optional = {
         HAS_COLUMN_CODES: (COLUMN_CODE, columns),
@@ -174,14 +177,9 @@ def _add_matrix(encoder: Encoder, tensor: Quantized, classes: _Classes, first: i
 
 def _classes_of(sizes: NDArray[np.int32]) -> _Classes:
     """Return the classes of a matrix, given |integers|: of rows and columns as far as they save more than they cost."""
-    rows, columns = (np.log2(scale) * CLASSES_PER_OCTAVE for scale in _scales(sizes))
-    row_classes = np.rint(rows - np.median(rows)).astype(np.int64) if len(rows) else np.zeros(0, np.int64)
-    column_classes = np.rint(columns - np.median(columns)).astype(np.int64) if len(columns) else np.zeros(0, np.int64)
-    choices = [
-        _Classes(0, r, c)
-        for r in (np.zeros_like(row_classes), row_classes)
-        for c in (np.zeros_like(column_classes), column_classes)
-    ]
+    octaves = [np.log2(scale) * CLASSES_PER_OCTAVE for scale in _scales(sizes)]
+    sides = [np.rint(scale - np.median(scale)).astype(np.int64) for scale in octaves]
+    choices = [_Classes(0, *pair) for pair in itertools.product(*([np.zeros_like(side), side] for side in sides))]
     best = min(choices, key=lambda choice: _estimated_bits(sizes, choice))
     fine = CLASSES_PER_OCTAVE * CLASS_STRIDE
     expected = 2.0 ** (best.rows / CLASSES_PER_OCTAVE)[:, None] * 2.0 ** (best.columns / CLASSES_PER_OCTAVE)
@@ -195,28 +193,26 @@ def _scales(sizes: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.f
     num_rows, num_columns = values.shape
     columns = np.ones(num_columns)
     for _ in range(4):  # converges quickly. Half a unit in all: a row or column without any weight
-        rows = np.maximum(0.5, values @ (1 / columns)) / max(1, num_columns)
-        columns = np.maximum(0.5, (1 / rows) @ values) / max(1, num_rows)
+        rows = np.maximum(0.5, values @ (1 / columns)) / num_columns
+        columns = np.maximum(0.5, (1 / rows) @ values) / num_rows
     return rows, columns
 
 
 def _estimated_bits(sizes: NDArray[np.int32], classes: _Classes) -> float:
-    """Estimate the bits of classes and weights, as if the integers of a class were two-sided geometric."""
+    """Estimate the bits of classes and weights, as if the integers of a class were two-sided geometric.
+
+    Given the mean of their sizes, that is the most that their entropy can be.
+    """
     places = classes.of_weights().ravel()
-    places = places - places.min(initial=0)
+    places = places - places.min()
     counts = np.bincount(places)
     means = np.bincount(places, weights=sizes.ravel()) / np.maximum(counts, 1)
-    bits = float((counts * _geometric_bits(means)).sum())
+    means = np.maximum(means, 1e-6)
+    ratios = means / (1 + np.sqrt(1 + means**2))  # p(n + 1) / p(n) from n = 0 on
+    bits = float((counts * (np.log2((1 + ratios) / (1 - ratios)) - means * np.log2(ratios))).sum())
     for side in (classes.rows, classes.columns):
         bits += entropy_bits(side) * len(side) + 16 * side.any()
     return bits
-
-
-def _geometric_bits(means: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the entropy of two-sided geometric integers, given the mean of their sizes: the most that it can be."""
-    means = np.maximum(means, 1e-6)
-    ratios = means / (1 + np.sqrt(1 + means**2))  # p(n + 1) / p(n) from n = 0 on
-    return np.log2((1 + ratios) / (1 - ratios)) - means * np.log2(ratios)
 
 
 def _merge_classes(matrices: Sequence[tuple[Quantized, _Classes]]) -> tuple[int, NDArray[np.int64]]:
@@ -226,10 +222,10 @@ def _merge_classes(matrices: Sequence[tuple[Quantized, _Classes]]) -> tuple[int,
     """
     places = [classes.of_weights().ravel() for _, classes in matrices]
     symbols = [split_integers(matrix.integers.ravel())[0] for matrix, _ in matrices]
-    first = min((int(place.min()) for place in places if len(place)), default=0)
-    num_classes = max((int(place.max()) for place in places if len(place)), default=first) - first + 1
-    lowest = min((int(symbol.min()) for symbol in symbols if len(symbol)), default=0)
-    width = max((int(symbol.max()) for symbol in symbols if len(symbol)), default=lowest) - lowest + 1
+    first = min((int(place.min()) for place in places), default=0)
+    num_classes = max((int(place.max()) for place in places), default=first) - first + 1
+    lowest = min((int(symbol.min()) for symbol in symbols), default=0)
+    width = max((int(symbol.max()) for symbol in symbols), default=lowest) - lowest + 1
     counts = np.zeros(num_classes * width, np.int64)
     for place, symbol in zip(places, symbols, strict=True):
         counts += np.bincount((place - first) * width + symbol - lowest, minlength=len(counts))
@@ -268,10 +264,3 @@ def _rest_integers(name: str, values: NDArray[np.floating]) -> NDArray[np.int64]
     if (bits << REST_DROPPED_BITS).max(initial=0) >= 0x7C00:  # infinity or NaN
         raise ValueError(f"{name} has a value that fp16 does not have: it must be finite and below 65,280")
     return np.where(np.signbit(halves), -bits, bits)
-
-
-def _pack_tables(coded: Coded, map_: NDArray[np.int64]) -> bytes:
-    numbers = [coded.num_lanes, REST_DROPPED_BITS, len(map_), *map_.tolist()]
-    for lowest, frequencies in coded.tables:
-        numbers += [lowest, len(frequencies), *frequencies.tolist()]
-    return zlib.compress(np.array(numbers, "<i2").tobytes(), 9)

@@ -1,7 +1,7 @@
 """The certificate of a score: proof that its bits per byte are those of the raw text, each token scored once.
 
-Owns six checks (see `certify`) on the text, the tokens, the tokenizer and the windows. Knows no model: a certificate
-says that nats on these tokens may be divided by these bytes, not that the nats are right (legality.py tests a scorer).
+Owns six checks (see `certify`). Knows no model: a certificate says that nats on these tokens may be divided by these
+bytes, not that the nats are right (legality.py tests a scorer).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import hashlib
 import json
 import math
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -129,8 +129,7 @@ def certify_text(
         problems += _byte_problems(stream, tokenizer, plan, text, facts)
     facts |= {"training_documents": None, "duplicates": None}
     if training is not None:
-        hashes = (hashlib.sha256("".join(document).encode()).digest() for document in documents(training))
-        problems += _duplicate_problems(hashes, text, facts)
+        problems += _duplicate_problems(training, text, facts)
     return Certificate(facts, tuple(problems), text.num_different == 0)
 
 
@@ -182,7 +181,12 @@ class _Text:
         if decoded != document:
             self.num_different += 1
             if self.difference is None:
-                self.difference = _difference(len(self.hashes) - 1, "".join(document), "".join(decoded))
+                pair = "".join(document), "".join(decoded)
+                differing = (place for place, (a, b) in enumerate(zip(*pair, strict=False)) if a != b)
+                place = next(differing, min(map(len, pair)))
+                before, after = (ascii(version[place : place + _SHOWN]) for version in pair)
+                number = len(self.hashes) - 1
+                self.difference = f"first in document {number}, character {place}: {before} became {after}"
 
     def finish(self) -> list[str]:
         """Return what is wrong with the tokens as the encoding of the documents."""
@@ -195,14 +199,6 @@ class _Text:
             f"{self.num_different:,} of {len(self.hashes):,} documents decode to another text, so the tokenizer"
             f" rewrites text ({self.difference}); use a lossless tokenizer"
         ]
-
-
-def _difference(number: int, text: str, decoded: str) -> str:
-    """Return a description of the first difference between a document and what its tokens decode to."""
-    pairs = zip(text, decoded, strict=False)
-    place = next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(text), len(decoded)))
-    before, after = (ascii(version[place : place + _SHOWN]) for version in (text, decoded))
-    return f"first in document {number}, character {place}: {before} became {after}"
 
 
 def _coverage_problems(plan: Plan, stream: Stream, start: list[int]) -> list[str]:
@@ -257,12 +253,13 @@ def _scored_bytes(counts: np.ndarray, plan: Plan) -> int:
     return int((total[plan.windows[:, 2] + 1] - total[plan.windows[:, 1]]).sum())
 
 
-def _duplicate_problems(training: Iterable[bytes], text: _Text, facts: dict[str, Any]) -> list[str]:
-    """Return which validation documents are training documents, too. training: the hash of each."""
+def _duplicate_problems(training: Dataset, text: _Text, facts: dict[str, Any]) -> list[str]:
+    """Return which validation documents are training documents, too."""
     places = {digest: number for number, (digest, _) in reversed([*enumerate(text.hashes)])}
     found, num_documents = set(), 0
-    for digest in training:
+    for document in documents(training):
         num_documents += 1
+        digest = hashlib.sha256("".join(document).encode()).digest()
         if digest in places:
             found.add(places[digest])
     facts |= {"training_documents": num_documents, "duplicates": sorted(found)}

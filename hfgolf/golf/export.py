@@ -10,10 +10,11 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,23 +22,30 @@ import torch
 from hfgolf.config.sections import GolfSection
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.golf import artifact
-from hfgolf.golf.budget import COUNTS, files_besides, read_ledger
 from hfgolf.golf.certificate import Certificate, certify
-from hfgolf.golf.curvature import Curvature, calibration_batches, measure_curvature, token_counts
+from hfgolf.golf.curvature import Curvature, calibrated_curvature
 from hfgolf.golf.decoder import weights_of, weights_sha256
 from hfgolf.golf.grid import Quantized
+from hfgolf.golf.ledger import (
+    ARTIFACT,
+    CERTIFICATE,
+    COUNTS,
+    LEDGER,
+    TOKEN_BYTES,
+    TOKENS,
+    budget_problem,
+    files_besides,
+    read_ledger,
+    rescore,
+)
 from hfgolf.golf.program import evaluate, plan_of
 from hfgolf.golf.quantize import QuantizedModel, matrices, quantize_model
-from hfgolf.golf.rescore import ARTIFACT, CERTIFICATE, LEDGER, TOKEN_BYTES, TOKENS, rescore
 from hfgolf.golf.source import Source
 from hfgolf.golf.table import Row, table, table_data
 from hfgolf.model.layers_golf import GolfNetwork
-from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
 from hfgolf.system.durable import replace_folder, write_bytes, write_text
 from hfgolf.system.errors import UserError, writing
-
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -82,148 +90,123 @@ def export(
         partial = folder.with_name(f".partial-{folder.name}")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        exported = _Export(source, settings, folder, partial, progress).run()
+        exported = _export(source, settings, folder, partial, progress)
         replace_folder(partial, folder)
     return exported
 
 
-class _Export:
-    """One export, to the folder `partial`."""
+def _export(
+    source: Source, settings: Settings, folder: Path, partial: Path, progress: Callable[[str], None]
+) -> Exported:
+    model, golf, windows = source.model, settings.golf, (settings.mode, settings.stride)
+    started_at, seconds = time.perf_counter(), dict[str, float]()
 
-    def __init__(
-        self, source: Source, settings: Settings, folder: Path, partial: Path, progress: Callable[[str], None]
-    ) -> None:
-        self.source, self.settings, self.folder, self.partial = source, settings, folder, partial
-        self.started_at = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-        self.say = lambda line: progress(f"[{time.perf_counter() - self.started_at:5.0f} s] {line}")
+    def say(line: str) -> None:
+        progress(f"[{time.perf_counter() - started_at:5.0f} s] {line}")
 
-    def run(self) -> Exported:
-        certificate = self._timed("certificate", self._certificate)
-        certificate.write(self.partial / CERTIFICATE)
-        if not certificate.holds:
-            return Exported(self.folder, certificate, problems=[certificate.line])
-        source, golf = self.source, self.settings.golf
-        files = self._write_files()
-        fixed = sum(path.stat().st_size for path, counted_by in files.items() if golf.count in counted_by)
-        before = self._timed("score before", self._score)
-        curvature = self._timed("curvature", self._curvature)
-        weights, coder = matrices(source.model), _Coder(source.model)
-        quantized = self._timed("rounding and coding", lambda: self._quantize(curvature, fixed, coder))
-        encoded = coder.encode(quantized.tensors)
-        write_bytes(self.partial / ARTIFACT, encoded.data)
-        decoded = artifact.decode(encoded.data, _shapes(source.model))[1]
-        sha256 = weights_sha256(weights_of(decoded.values()))
-        after = self._timed(
-            "score of the files", lambda: rescore(self.partial, self.settings.mode, self.settings.stride)
-        )
-        ledger = read_ledger({self.partial / ARTIFACT: COUNTS} | files, golf.count, golf.budget_bytes or 0)
-        problems = _round_trip_problems(quantized.tensors, decoded, before, after, sha256)
-        problems += [ledger.problem] if ledger.problem else []
-        if after["bytes"] != certificate.facts["scored_bytes"]:
-            problems.append(f"score.py scored {after['bytes']:,} bytes, which are not those of the certificate.")
-        rows = table(weights, quantized.tensors, curvature, encoded.tensors)
-        exported = Exported(self.folder, certificate, quantized, rows, problems=problems)
-        exported.table = table_data(rows) | {"parts": encoded.parts}
-        exported.ledger = ledger.as_data() | {
-            "weights_sha256": sha256,
-            "before": before,
-            "after": after,
-            "settings": golf.model_dump()
-            | {name: getattr(self.settings, name) for name in ("column_steps", "mode", "stride")},
-            "D": quantized.scale,
-            "sdclip_k": quantized.sdclip_k,
-            "seconds": self.seconds,
-            "problems": problems,
-        }
-        for name, content in ((LEDGER, exported.ledger), ("table.json", exported.table)):
-            write_text(self.partial / name, json.dumps(content, indent=1) + "\n")
-        _load(source.model, decoded)
-        card = _card(source, exported.ledger, self.folder / "model")
-        export_model(source.model, source.tokenizer, self.partial / "model", card)
-        return exported
+    @contextmanager
+    def timed(step: str) -> Iterator[None]:
+        begun_at = time.perf_counter()
+        say(f"{step} ...")
+        yield
+        seconds[step] = time.perf_counter() - begun_at
 
-    def _timed(self, step: str, work: Callable[[], Result]) -> Result:
-        started_at = time.perf_counter()
-        self.say(f"{step} ...")
-        result = work()
-        self.seconds[step] = time.perf_counter() - started_at
-        return result
-
-    def _certificate(self) -> Certificate:
-        source, settings = self.source, self.settings
+    with timed("certificate"):
         try:
-            plan = plan_of(source.model.config, source.tokens.val.tokens, settings.mode, settings.stride)
+            plan = plan_of(model.config, source.tokens.val.tokens, *windows)
         except ValueError as error:
             raise UserError(f"--mode: {error}.") from None
-        return certify(source.corpus, source.tokens, plan, is_training_known=source.is_training_known)
-
-    def _write_files(self) -> dict[Path, tuple[str, ...]]:
-        """Write all files of the ledger but the artifact; return those of COUNTS that count each."""
-        source = self.source
-        stream, dtype = source.tokens.val, "<u2" if source.model.config.vocab_size <= 2**16 else "<u4"
-        self.tokens, self.token_bytes = np.asarray(stream.tokens), bytes_per_token(stream, source.tokenizer)
-        files = files_besides(source.model.config, source.tokenizer, source.run_config)
-        files |= {path.name: (path.read_bytes(), COUNTS) for path in self.settings.code_files}
-        files[TOKENS] = self.tokens.astype(dtype).tobytes(), ()
-        files[TOKEN_BYTES] = self.token_bytes.astype("<u2").tobytes(), ()
-        for name, (content, _) in files.items():
-            write_bytes(self.partial / name, content)
-        return {self.partial / name: counted_by for name, (_, counted_by) in files.items()}
-
-    def _score(self) -> dict[str, Any]:
-        """Score the float weights in this process, as score.py will score the rounded ones."""
-        model = self.source.model
+        certificate = certify(source.corpus, source.tokens, plan, is_training_known=source.is_training_known)
+    certificate.write(partial / CERTIFICATE)
+    if not certificate.holds:
+        return Exported(folder, certificate, problems=[certificate.line])
+    tokens, token_bytes = np.asarray(source.tokens.val.tokens), bytes_per_token(source.tokens.val, source.tokenizer)
+    files = _write_files(source, settings, partial, tokens, token_bytes)
+    with timed("score before"):
         network = GolfNetwork(model.config).eval()
-        state = model.state_dict()
+        state = model.state_dict()  # a tied head is not among the tensors of score.py
         network.load_state_dict({name: state[name] for name in network.state_dict()})
-        mode, stride = self.settings.mode, self.settings.stride
-        return evaluate(network, model.config, self.tokens, self.token_bytes, mode, stride)
-
-    def _curvature(self) -> dict[str, Curvature]:
-        source, stream = self.source, self.source.tokens.train
-        batches = calibration_batches(
-            stream,
+        before = evaluate(network, model.config, tokens, token_bytes, *windows)
+    with timed("curvature"):
+        curvature = calibrated_curvature(
+            model,
+            source.tokens.train,
             seed=source.seed,
             sequence_length=source.sequence_length,
             blocks_read=source.blocks_read,
-            num_tokens=self.settings.golf.calibration_tokens,
+            num_tokens=golf.calibration_tokens,
         )
-        return measure_curvature(source.model, batches, token_counts(stream, source.model.config.vocab_size))
+    weights = matrices(model)
+    with timed("rounding and coding"):
+        quantized, encoded = _quantize(source, settings, curvature, files, say)
+    write_bytes(partial / ARTIFACT, encoded.data)
+    decoded = artifact.decode(
+        encoded.data, {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    )[1]
+    sha256 = weights_sha256(weights_of(decoded.values()))
+    with timed("score of the files"):
+        after = rescore(partial, *windows)
+    ledger = read_ledger({partial / ARTIFACT: COUNTS} | files, golf.count, golf.budget_bytes or 0)
+    problems = _round_trip_problems(quantized.tensors, decoded, before, after, sha256)
+    problems += [problem] if (problem := budget_problem(ledger)) else []
+    if after["bytes"] != certificate.facts["scored_bytes"]:
+        problems.append(f"score.py scored {after['bytes']:,} bytes, which are not those of the certificate.")
+    rows = table(weights, quantized.tensors, curvature, encoded.tensors)
+    stated = {name: getattr(settings, name) for name in ("column_steps", "mode", "stride")}
+    ledger |= {"weights_sha256": sha256, "before": before, "after": after, "settings": golf.model_dump() | stated}
+    ledger |= {"D": quantized.scale, "sdclip_k": quantized.sdclip_k, "seconds": seconds, "problems": problems}
+    data = table_data(rows) | {"parts": encoded.parts}
+    for name, content in ((LEDGER, ledger), ("table.json", data)):
+        write_text(partial / name, json.dumps(content, indent=1) + "\n")
+    with torch.no_grad():
+        for name, weight in zip(decoded, weights_of(decoded.values()), strict=True):
+            state[name].copy_(torch.from_numpy(np.asarray(weight)))
+    export_model(model, source.tokenizer, partial / "model", _card(source, ledger, folder / "model"))
+    return Exported(folder, certificate, quantized, rows, data, ledger, problems)
 
-    def _quantize(self, curvature: Mapping[str, Curvature], fixed: int, coder: _Coder) -> QuantizedModel:
-        golf = self.settings.golf
-        return quantize_model(
-            self.source.model,
-            curvature,
-            budget_bytes=golf.budget_bytes or 0,
-            overhead_bytes=fixed,
-            size_of=lambda tensors: len(coder.encode(tensors).data),
-            method=golf.method,
-            allocation=golf.allocation,
-            column_steps=self.settings.column_steps,
-            progress=self.say,
-        )
+
+def _write_files(
+    source: Source, settings: Settings, partial: Path, tokens: np.ndarray, token_bytes: np.ndarray
+) -> dict[Path, tuple[str, ...]]:
+    """Write all files of the ledger but the artifact; return those of COUNTS that count each."""
+    files = files_besides(source.model.config, source.tokenizer, source.run_config)
+    files |= {path.name: (path.read_bytes(), COUNTS) for path in settings.code_files}
+    files[TOKENS] = tokens.astype("<u2" if source.model.config.vocab_size <= 2**16 else "<u4").tobytes(), ()
+    files[TOKEN_BYTES] = token_bytes.astype("<u2").tobytes(), ()
+    for name, (content, _) in files.items():
+        write_bytes(partial / name, content)
+    return {partial / name: counted_by for name, (_, counted_by) in files.items()}
 
 
-class _Coder:
-    """Encodes a model, and remembers the last result: it is the one to keep, as a rule."""
+def _quantize(
+    source: Source,
+    settings: Settings,
+    curvature: Mapping[str, Curvature],
+    files: Mapping[Path, tuple[str, ...]],
+    say: Callable[[str], None],
+) -> tuple[QuantizedModel, artifact.Encoded]:
+    """Return the rounded matrices and the artifact. files: what else is in the folder, and who counts it."""
+    golf, encode = settings.golf, artifact.model_encoder(source.model)
+    last: tuple[Mapping[str, Quantized], artifact.Encoded] | None = None
 
-    def __init__(self, model: GolfForCausalLM) -> None:
-        self._encode = artifact.model_encoder(model)
-        self._last: tuple[Mapping[str, Quantized], artifact.Encoded] | None = None
+    def size_of(tensors: Mapping[str, Quantized]) -> int:
+        nonlocal last  # the result to keep, as a rule
+        last = tensors, encode(tensors)
+        return len(last[1].data)
 
-    def encode(self, tensors: Mapping[str, Quantized]) -> artifact.Encoded:
-        if self._last is None or self._last[0] is not tensors:
-            self._last = tensors, self._encode(tensors)
-        return self._last[1]
-
-
-def _shapes(model: GolfForCausalLM) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors that score.py expects, in its order: a tied head is not among them."""
-    with torch.device("meta"):
-        network = GolfNetwork(model.config)
-    return {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+    quantized = quantize_model(
+        source.model,
+        curvature,
+        budget_bytes=golf.budget_bytes or 0,
+        overhead_bytes=sum(path.stat().st_size for path, counted_by in files.items() if golf.count in counted_by),
+        size_of=size_of,
+        method=golf.method,
+        allocation=golf.allocation,
+        column_steps=settings.column_steps,
+        progress=say,
+    )
+    is_kept = last is not None and last[0] is quantized.tensors
+    return quantized, last[1] if last and is_kept else encode(quantized.tensors)
 
 
 def _round_trip_problems(
@@ -244,13 +227,6 @@ def _round_trip_problems(
     if (scored := {key: after[key] for key in expected}) != expected:
         problems.append(f"The round trip differs: score.py scored {scored} instead of {expected}.")
     return problems
-
-
-def _load(model: GolfForCausalLM, tensors: Mapping[str, artifact.Tensor]) -> None:
-    state = model.state_dict()
-    with torch.no_grad():
-        for name, weight in zip(tensors, weights_of(tensors.values()), strict=True):
-            state[name].copy_(torch.from_numpy(np.asarray(weight)))
 
 
 def _card(source: Source, ledger: Mapping[str, Any], folder: Path) -> str:

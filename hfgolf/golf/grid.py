@@ -72,6 +72,28 @@ def round_nearest(
     return Quantized(np.clip(integers, -MAX_INTEGER, MAX_INTEGER).astype(np.int32), row_codes, column_codes)
 
 
+def grid_of(weight: NDArray[np.float32]) -> Quantized | None:
+    """Return a matrix (rows, columns) that is on a grid as integers and row codes; None if some row is on none.
+
+    A row's grid is the coarsest whose points are its values, bit for bit. Weights that were never rounded are on none.
+    """
+    sizes = np.abs(weight)
+    smallest = np.where(sizes > 0, sizes, np.inf).min(axis=1)
+    codes = np.full(len(weight), MAX_ROW_CODE, dtype=np.uint8)  # any grid has a row of zeros
+    left = np.flatnonzero(np.isfinite(smallest))
+    for code in range(MAX_ROW_CODE, -1, -1):
+        step = steps_of(np.array(code))
+        quotients = np.rint(smallest[left] / step)
+        fits = (quotients >= 1) & (quotients <= MAX_INTEGER) & (quotients * step == smallest[left])
+        candidates = left[fits]
+        if len(candidates):
+            rounded = round_nearest(weight[candidates], np.full(len(candidates), code, dtype=np.uint8))
+            found = candidates[(rounded.dequantized() == weight[candidates]).all(axis=1)]
+            codes[found] = code
+            left = np.setdiff1d(left, found, assume_unique=True)
+    return None if len(left) else round_nearest(weight, codes)
+
+
 def entropy_bits(integers: NDArray[np.integer]) -> float:
     """Return the order-0 entropy in bits per integer: what a coder with one static histogram reaches."""
     if integers.size == 0:

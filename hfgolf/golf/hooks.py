@@ -1,22 +1,31 @@
-"""What golf does in a run: forecast what an export would take, and train with the weights that it would have."""
+"""What golf does in a run: forecast what an export would take, and train with the weights that it would have.
+
+Both are hooks. A forecast rounds and codes as an export does; quantization-aware training rounds to an export's grid.
+"""
 
 from __future__ import annotations
 
+import base64
 import logging
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from accelerate import DistributedType
 from accelerate.utils import broadcast_object_list
+from numpy.typing import NDArray
+from torch import nn
 
 from hfgolf.checkpoint.contents import first_nonfinite
+from hfgolf.config.sections import GolfSection
 from hfgolf.golf.artifact import model_encoder
-from hfgolf.golf.budget import bytes_besides
-from hfgolf.golf.curvature import Curvature, calibration_batches, measure_curvature, token_counts
-from hfgolf.golf.forecast import forecast
-from hfgolf.golf.qat import Rounding, packed_codes
-from hfgolf.golf.quantize import matrices, quantize_model
+from hfgolf.golf.curvature import Curvature, calibrated_curvature
+from hfgolf.golf.grid import MAX_INTEGER, Quantized, steps_of
+from hfgolf.golf.ledger import bytes_besides
+from hfgolf.golf.quantize import matrices, plan_steps, quantize_model, rounded, scale_for_bytes
 from hfgolf.system.errors import UserError
 from hfgolf.train.hooks import Hook
 from hfgolf.train.validation import averaged_weights
@@ -26,6 +35,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TOLERATED_NATS = 0.01
+"""Per token. About the noise between seeds of a small model, and what the best published artifacts lose."""
 GRIDS = 10
 """A new grid for each tenth of the rounded part. To choose one takes about as long as it takes an export; the last one
 stays, so that what is exported trained on the grid it is on."""
@@ -51,18 +62,57 @@ class SizeForecast(Hook):
         if first_nonfinite(run.golf_model.named_parameters()):
             return {}  # recovery.py handles them
         with run.stopwatch.charge("evaluate"), averaged_weights(run):
-            weights, curvature = matrices(run.golf_model), calibrated_curvature(run)
-            seen = forecast(weights, curvature, golf, **_sizes(run))
-        return {
-            "golf_bytes": seen.num_bytes,
-            "golf_margin_bytes": None if golf.budget_bytes is None else golf.budget_bytes - seen.num_bytes,
-            "golf_step": seen.scale,
-            "golf_loss": seen.loss,
-        }
+            weights, curvature = matrices(run.golf_model), _curvature(run)
+            return forecast(weights, curvature, golf, **_sizes(run))
+
+
+def forecast(
+    weights: Mapping[str, NDArray[np.float32]],
+    curvature: Mapping[str, Curvature],
+    golf: GolfSection,
+    *,
+    overhead_bytes: int,
+    size_of: Callable[[dict[str, Quantized]], int],
+) -> dict[str, float | None]:
+    """Forecast an export of these weights. Arguments as in quantize_model; three real codings.
+
+    With steps by curvature every budget can be met, at a price in loss. So golf_bytes are those of everything if
+    rounding may cost TOLERATED_NATS per token. With a budget, golf_margin_bytes are what it leaves, golf_step is the D
+    that it allows and golf_loss the price there, in nats per token; None without one. The codings go the rest of the
+    way by a rule: one bit per weight more is half the step and a quarter of the price.
+    """
+    octave_bytes = sum(weight.size for weight in weights.values()) / 8  # of one bit per weight
+
+    def attempt(num_bytes: float) -> tuple[float, int, float]:
+        """Round to a size; return log2 of D, the real size, and log2 of the predicted price in nats per token."""
+        plan, feedback = plan_steps(weights, curvature, num_bytes, golf.method, golf.allocation)
+        scale = scale_for_bytes(plan, num_bytes)
+        tensors = rounded(weights, plan, scale, feedback, {})
+        price = sum(curvature[name].loss_increase(one.dequantized() - weights[name]) for name, one in tensors.items())
+        return math.log2(scale), size_of(tensors), math.log2(max(price, 1e-300))
+
+    def bytes_tolerated(size: int, log_price: float) -> float:
+        return max(size + (log_price - math.log2(TOLERATED_NATS)) / 2 * octave_bytes, 1.0)
+
+    available = 3 * octave_bytes if golf.budget_bytes is None else golf.budget_bytes - overhead_bytes
+    octave, first_size, log_price = attempt(available)
+    tolerated = bytes_tolerated(first_size, log_price)
+    for _ in range(2):
+        tolerated = bytes_tolerated(*attempt(tolerated)[1:])
+    num_bytes = overhead_bytes + round(tolerated)
+    if golf.budget_bytes is None:
+        return {"golf_bytes": num_bytes, "golf_margin_bytes": None, "golf_step": None, "golf_loss": None}
+    octaves = (first_size - available) / octave_bytes
+    return {
+        "golf_bytes": num_bytes,
+        "golf_margin_bytes": golf.budget_bytes - num_bytes,
+        "golf_step": 2 ** (octave + octaves),
+        "golf_loss": 2 ** (log_price + 2 * octaves),
+    }
 
 
 class QuantizationAwareTraining(Hook):
-    """Rounds the matrices in each pass of the last golf.qat_fraction of a run; golf/qat.py rounds.
+    """Rounds the matrices in each pass of the last golf.qat_fraction of a run.
 
     The grid is chosen when it is due, renewed, and frozen at last. It is in the checkpoint, so a resumed run rounds as
     before.
@@ -115,21 +165,59 @@ class QuantizationAwareTraining(Hook):
         return self._rounding
 
 
-def calibrated_curvature(run: Run) -> dict[str, Curvature]:
-    """Measure the curvature of the model on the blocks that the run reads next, as many as an export takes.
+class Rounding:
+    """Round the matrices of a model to fixed grids while it runs.
 
-    With fewer, the predicted loss is too low: with 4,096, configs/small.yaml seems to need 6 to 11 % fewer bytes.
+    In a forward and backward pass the matrices hold their rounded values; the optimizer updates the unrounded ones.
+    That is the straight-through gradient (Bengio et al. 2013, arXiv:1308.3432), without a hook in the model: a compiled
+    graph reads the weights that it is given, so no compiler can fold the rounding away.
+
+    codes: {parameter name: its row codes}, from packed_codes. num_rounded: matrices rounded in the last pass, for the
+    log.
     """
-    config, model, tokens = run.config, run.golf_model, run.tokens.train
-    batches = calibration_batches(
-        tokens,
-        seed=config.order_seed,
-        sequence_length=config.batch.sequence_length,
+
+    def __init__(self, model: nn.Module, codes: Mapping[str, str]) -> None:
+        self.codes = codes
+        self.num_rounded = 0
+        self._weights = [model.get_parameter(name) for name in codes]
+        self._steps = [
+            torch.from_numpy(steps_of(np.frombuffer(base64.b64decode(text), dtype=np.uint8)))[:, None].to(weight.device)
+            for weight, text in zip(self._weights, codes.values(), strict=True)
+        ]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Give the parameters their rounded values inside the `with` block, and restore them bit for bit after it.
+
+        Gradients that the block computes stay. Enter autocast inside the block, because it caches what it has cast.
+        """
+        # Swap storages, not contents: a checkpoint in the background may still be reading these.
+        kept = [weight.data for weight in self._weights]
+        try:
+            for weight, steps in zip(self._weights, self._steps, strict=True):
+                weight.data = (weight.data / steps).round_().clamp_(-MAX_INTEGER, MAX_INTEGER).mul_(steps)
+            self.num_rounded = len(self._weights)
+            yield
+        finally:
+            for weight, values in zip(self._weights, kept, strict=True):
+                weight.data = values
+
+
+def packed_codes(row_codes: Mapping[str, NDArray[np.uint8]]) -> dict[str, str]:
+    """Return row codes, (rows,) uint8 for each matrix, in a form that JSON holds: base64."""
+    return {name: base64.b64encode(codes.tobytes()).decode() for name, codes in row_codes.items()}
+
+
+def _curvature(run: Run) -> dict[str, Curvature]:
+    return calibrated_curvature(
+        run.golf_model,
+        run.tokens.train,
+        seed=run.config.order_seed,
+        sequence_length=run.config.batch.sequence_length,
         blocks_read=run.state.blocks,
-        num_tokens=config.golf.calibration_tokens,
+        num_tokens=run.config.golf.calibration_tokens,
         batch_size=run.micro_batch_size,
     )
-    return measure_curvature(model, batches, token_counts(tokens, model.config.vocab_size))
 
 
 def _sizes(run: Run) -> dict[str, Any]:
@@ -149,7 +237,7 @@ def _choose(run: Run) -> tuple[dict[str, str] | None, str | None]:
         with run.stopwatch.charge("evaluate"):
             quantized = quantize_model(
                 model,
-                calibrated_curvature(run),
+                _curvature(run),
                 budget_bytes=int(AIM * golf.budget_bytes),
                 method="nearest",
                 allocation=golf.allocation,

@@ -8,17 +8,18 @@ scorer that fails one is not. Knows nothing of how a scorer works.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hfgolf.evaluate.windows import as_fp64
-from hfgolf.golf.score_first import Commits
 
+Commits = Iterator[tuple[np.ndarray, Tensor]]
+"""Target indices (n,), ascending, and their log-probabilities (n, V), in the order in which they are final."""
 Scorer = Callable[[np.ndarray], Commits]
-"""Takes the tokens x_0 ... x_N; yields (targets, log-probabilities (n, V)) as they are committed, in order."""
+"""Takes the tokens x_0 ... x_N; commits x_1 ... x_N."""
 _SUM_TOLERANCE = 1e-4
 
 

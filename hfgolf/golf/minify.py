@@ -182,7 +182,9 @@ def rename(statements: list[ast.stmt], kept: Collection[str]) -> None:
         for part in statement.body if isinstance(statement, ast.ClassDef) else [statement]:
             if isinstance(part, ast.FunctionDef):
                 _rename_within(part, visible | top)
-    taken = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)} | imported(statements)
+    imports = [each for each in statements if isinstance(each, ast.Import | ast.ImportFrom)]
+    taken = {(alias.asname or alias.name).split(".")[0] for each in imports for alias in each.names}
+    taken |= {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
     counts = Counter(node.id for node in ast.walk(module) if isinstance(node, ast.Name) and node.id in top)
     names = [name for name, _ in counts.most_common() if name not in visible and name not in kept]
     _replace(module, dict(zip(names, _short_names(taken, string.ascii_uppercase), strict=False)))
@@ -194,12 +196,6 @@ def defined(statement: ast.stmt) -> list[str]:
         return [statement.name]
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
-
-
-def imported(statements: list[ast.stmt]) -> set[str]:
-    """Return the names that statements import."""
-    imports = [each for each in statements if isinstance(each, ast.Import | ast.ImportFrom)]
-    return {(alias.asname or alias.name).split(".")[0] for each in imports for alias in each.names}
 
 
 def indented_by_one(source: str) -> str:

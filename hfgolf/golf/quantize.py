@@ -1,6 +1,7 @@
-"""From a model to integers that fit in a number of bytes.
+"""From a model to integers that fit in a number of bytes: which steps, and the search for the one that fills a budget.
 
-Owns the search for the one number D that the budget allows. Does not know files: `size_of` says what integers take.
+One number D sets the steps of all matrices: at D they are D times those at D = 1. So the size is monotone in D, and a
+byte budget has one D. Does not know files: `size_of` says what integers take.
 """
 
 from __future__ import annotations
@@ -15,44 +16,31 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from hfgolf.golf.allocate import (
-    Allocation,
-    allocate,
-    lost_share,
-    mean_relative_step,
-    predicted_bytes,
-    scale_for_bytes,
-    scale_range,
-)
 from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.gptq import Feedback, error_feedback, round_with_feedback
-from hfgolf.golf.grid import Quantized, round_nearest, steps_of
-from hfgolf.golf.qat import grid_of
+from hfgolf.golf.grid import (
+    CODES_PER_OCTAVE,
+    MAX_INTEGER,
+    Quantized,
+    gaussian_bits,
+    grid_of,
+    round_nearest,
+    row_codes_of,
+    steps_of,
+)
 from hfgolf.optim.groups import parameter_kind
 from hfgolf.system.errors import UserError
 
+FINEST_RELATIVE_STEP = 2.0**-9  # of a row's RMS: 11 bits per weight, the precision of fp16
+COARSEST_RELATIVE_STEP = 16.0  # hardly anything is left
+SIDE_BYTES_PER_ROW = 1.0  # a step's code, and a class for the coder
+SIDE_BYTES_PER_COLUMN = 0.5  # a class for the coder
 SDCLIP_LEVELS = 31  # of 6 bits, to either side
 _AIM = 0.9985  # of the budget; a real size a little off is still in [_LOWEST, 1]
 _LOWEST = 0.995
 _DAMPING = 0.01  # of a matrix's input Hessian, as a share of the mean of its diagonal
 _MAX_CODINGS = 12  # two to four as a rule; the size is nearly smooth in D
-
-
-@dataclass(frozen=True)
-class QuantizedModel:
-    """The matrices of a model on their grids, and how they were chosen.
-
-    scale: D, see allocate.py. sdclip_k: the k of SDClip at 6 bits that gives the same mean step relative to the rows.
-    size_bytes: everything, overhead included. codings: (D, size_bytes) of each real coding, in order. findings: what
-    the user should know, one sentence each.
-    """
-
-    tensors: dict[str, Quantized]
-    scale: float
-    sdclip_k: float
-    size_bytes: int
-    codings: list[tuple[float, int]] = field(default_factory=list)
-    findings: list[str] = field(default_factory=list)
+_GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def matrices(model: nn.Module) -> dict[str, NDArray[np.float32]]:
@@ -70,6 +58,198 @@ def matrices(model: nn.Module) -> dict[str, NDArray[np.float32]]:
 def has_grid(name: str, parameter: Tensor) -> bool:
     """Return whether a parameter is a matrix that goes on a grid; the rest of a model is stored as it is."""
     return parameter.ndim == 2 and parameter_kind(name) != "vector"
+
+
+@dataclass(frozen=True)
+class UnitSteps:
+    """The steps of one matrix at D = 1, and what is needed of its weights to predict their size.
+
+    row_steps, row_rms, row_max: (rows,) the step, the RMS and the largest absolute value of each row, the latter two
+    after dividing each column by its step. column_codes: (columns,) int8, or None.
+    """
+
+    row_steps: NDArray[np.float64]
+    column_codes: NDArray[np.int8] | None
+    row_rms: NDArray[np.float64]
+    row_max: NDArray[np.float64]
+    columns: int
+
+    def row_codes(self, scale: float) -> NDArray[np.uint8]:
+        """Return the codes at D = scale, coarser where a row's largest weight would leave the alphabet."""
+        within_alphabet = self.row_max * 2 ** (0.5 / CODES_PER_OCTAVE) / MAX_INTEGER  # codes round by half an eighth
+        return row_codes_of(np.maximum(scale * self.row_steps, within_alphabet))
+
+    def error_variances(self, scale: float) -> NDArray[np.float64]:
+        """Return the mean square of a weight's error by row, (rows,), at D = scale.
+
+        It is step**2 / 12, but never more than the weight's own square: the weight is 0 then.
+        """
+        return np.minimum(np.square(steps_of(self.row_codes(scale)).astype(np.float64)) / 12, self.row_rms**2)
+
+    def predicted_bytes(self, scale: float) -> float:
+        """Return the size at D = scale if rows are Gaussian: their entropy, and side information."""
+        relative = steps_of(self.row_codes(scale)) / self.row_rms
+        side = SIDE_BYTES_PER_ROW * len(relative) + SIDE_BYTES_PER_COLUMN * self.columns
+        return float(gaussian_bits(relative).sum()) * self.columns / 8 + side
+
+
+Allocation = dict[str, UnitSteps]
+
+
+def allocate(
+    weights: Mapping[str, NDArray[np.float32]],
+    allocation: str,
+    curvature: Mapping[str, Curvature],
+    feedback: Mapping[str, Feedback] | None,
+    column_steps: bool = False,
+) -> Allocation:
+    """Return the steps of each matrix at D = 1.
+
+    curvature: step[r, j] = U[j, j] / sqrt(row_weights[r]), with the curvature of the loss and the factor U that GPTQ
+        passes errors on with. Rounding costs the loss about 1/24 of the sum of row_weights[r] * step[r, j]**2 /
+        U[j, j]**2 per token, and each octave of a step takes one bit. So at the optimum every weight costs the loss the
+        same. Without column_steps, U[j, j]**-2 is its mean over the columns. For nearest rounding (no feedback),
+        hessian[j, j] replaces U[j, j]**-2.
+    sdclip: step[r] = RMS of row r, the same bits for every row (k standard deviations over the 31 levels of 6 bits are
+        D = k / 31).
+    uniform: step = 1 for all weights.
+    """
+    result: Allocation = {}
+    rows_before = 0
+    for name, weight in weights.items():
+        scaled = np.abs(weight.astype(np.float64))
+        column_codes = None
+        if allocation == "curvature":
+            column_weights = feedback[name].column_weights() if feedback else np.diag(curvature[name].hessian)
+            mean = float(column_weights.mean())
+            if column_steps:
+                floored = np.maximum(column_weights, 1e-12 * max(column_weights.max(), 1e-300))
+                codes = -0.5 * CODES_PER_OCTAVE * np.log2(floored / _log_mean(floored))
+                column_codes = np.clip(np.rint(codes), -64, 64).astype(np.int8)
+                scaled /= 2.0 ** (column_codes / CODES_PER_OCTAVE)
+                mean = _log_mean(column_weights)
+            with np.errstate(divide="ignore"):  # no gradient at all: the coarsest step
+                row_steps = 1 / np.sqrt(curvature[name].row_weights * mean)
+        row_rms = np.maximum(np.sqrt(np.square(scaled).mean(axis=1)), np.finfo(np.float32).tiny)
+        if allocation == "sdclip":
+            row_steps = row_rms
+        elif allocation == "uniform":
+            # codes are eighths of an octave: spread the rows evenly over one of them, so that the size is smooth in D
+            spread = (rows_before + np.arange(len(weight))) * _GOLDEN % 1 - 0.5
+            row_steps = 2.0 ** (spread / CODES_PER_OCTAVE)
+        elif allocation != "curvature":
+            raise ValueError(f"allocation is {allocation!r}; it must be curvature, sdclip or uniform")
+        result[name] = UnitSteps(row_steps, column_codes, row_rms, scaled.max(axis=1), weight.shape[1])
+        rows_before += len(weight)
+    return result
+
+
+def _log_mean(values: NDArray[np.float64]) -> float:
+    return float(np.exp(np.log(np.maximum(values, 1e-300)).mean()))
+
+
+def predicted_bytes(allocation: Allocation, scale: float) -> float:
+    """Return the predicted size of all matrices at D = scale."""
+    return sum(unit.predicted_bytes(scale) for unit in allocation.values())
+
+
+def lost_share(allocation: Allocation, scale: float) -> float:
+    """Return the predicted share of the weights' sum of squares that rounding to nearest at D = scale takes: 0 to 1."""
+    lost = sum(float(unit.error_variances(scale).sum()) * unit.columns for unit in allocation.values())
+    return lost / sum(float(np.square(unit.row_rms).sum()) * unit.columns for unit in allocation.values())
+
+
+def mean_relative_step(allocation: Allocation) -> float:
+    """Return the geometric mean over all weights of step / RMS of the row, at D = 1. Rows that are zero don't count."""
+    octaves = count = 0.0
+    for unit in allocation.values():
+        is_counted = (unit.row_max > 0) & np.isfinite(unit.row_steps)
+        octaves += float(np.log2(unit.row_steps[is_counted] / unit.row_rms[is_counted]).sum()) * unit.columns
+        count += float(is_counted.sum()) * unit.columns
+    return 2.0 ** (octaves / count) if count else 1.0
+
+
+def scale_range(allocation: Allocation) -> tuple[float, float]:
+    """Return the D of the finest and of the coarsest useful steps."""
+    unit = mean_relative_step(allocation)
+    return FINEST_RELATIVE_STEP / unit, COARSEST_RELATIVE_STEP / unit
+
+
+def scale_for_bytes(allocation: Allocation, num_bytes: float) -> float:
+    """Return the smallest useful D that is predicted to take at most num_bytes, by bisection; the coarsest if none."""
+    finest, coarsest = scale_range(allocation)
+    if predicted_bytes(allocation, finest) <= num_bytes:
+        return finest
+    low, high = math.log2(finest), math.log2(coarsest)
+    while high - low > 1e-5:
+        middle = (low + high) / 2
+        is_enough = predicted_bytes(allocation, 2.0**middle) <= num_bytes
+        low, high = (low, middle) if is_enough else (middle, high)
+    return coarsest if high == math.log2(coarsest) else 2.0**high
+
+
+def plan_steps(
+    weights: Mapping[str, NDArray[np.float32]],
+    curvature: Mapping[str, Curvature],
+    available_bytes: float,
+    method: str,
+    allocation: str,
+    column_steps: bool = False,
+) -> tuple[Allocation, dict[str, Feedback] | None]:
+    """Return the steps at D = 1 and how errors are passed on; None: rounding to nearest.
+
+    The inputs of a matrix come from matrices that are rounded, too, but its Hessian is of exact ones. Their noise is
+    about the share of the weights that rounding takes, so it is added to _DAMPING. At 3 bits per weight it is
+    nothing; at 1 bit, errors would otherwise go where the noisy inputs do not cancel them.
+    """
+    nearest = allocate(weights, allocation, curvature, None, column_steps)
+    if method == "nearest":
+        return nearest, None
+    if method != "gptq":
+        raise ValueError(f"method is {method!r}; it must be gptq or nearest")
+    noise = lost_share(nearest, scale_for_bytes(nearest, available_bytes))
+    feedback = {name: error_feedback(curvature[name].hessian, _DAMPING + noise) for name in weights}
+    return allocate(weights, allocation, curvature, feedback, column_steps), feedback
+
+
+def rounded(
+    weights: Mapping[str, NDArray[np.float32]],
+    plan: Allocation,
+    scale: float,
+    feedback: Mapping[str, Feedback] | None,
+    before: Mapping[str, Quantized],
+) -> dict[str, Quantized]:
+    """Return all matrices rounded at D = scale. before: the same at another D; rows with the same step are kept."""
+
+    def one(name: str) -> Quantized:
+        weight, row_codes, column_codes = weights[name], plan[name].row_codes(scale), plan[name].column_codes
+        if feedback is None:
+            return round_nearest(weight, row_codes, column_codes)
+        if name not in before:
+            return round_with_feedback(weight, row_codes, column_codes, feedback[name])
+        integers, is_new = before[name].integers.copy(), row_codes != before[name].row_codes
+        integers[is_new] = round_with_feedback(weight[is_new], row_codes[is_new], column_codes, feedback[name]).integers
+        return Quantized(integers, row_codes, column_codes)
+
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy lets go of the GIL
+        return dict(zip(weights, pool.map(one, weights), strict=True))
+
+
+@dataclass(frozen=True)
+class QuantizedModel:
+    """The matrices of a model on their grids, and how they were chosen.
+
+    scale: D, see the module. sdclip_k: the k of SDClip at 6 bits that gives the same mean step relative to the rows.
+    size_bytes: everything, overhead included. codings: (D, size_bytes) of each real coding, in order. findings: what
+    the user should know, one sentence each.
+    """
+
+    tensors: dict[str, Quantized]
+    scale: float
+    sdclip_k: float
+    size_bytes: int
+    codings: list[tuple[float, int]] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
 
 
 def quantize_model(
@@ -91,7 +271,7 @@ def quantize_model(
         budget_bytes: of everything. overhead_bytes: what everything but the matrices takes.
         size_of: the bytes of coded matrices. The search predicts sizes, codes really, and corrects the prediction by
             what it was off: two to four codings as a rule.
-        method: gptq or nearest. allocation: curvature, sdclip or uniform, see allocate.py.
+        method: gptq or nearest. allocation: curvature, sdclip or uniform, see `allocate`.
         progress: called with one line per coding.
 
     A model that was trained on a grid (golf.qat_fraction) and fits keeps it: nothing is rounded anew.
@@ -100,9 +280,9 @@ def quantize_model(
     Raises UserError if the matrices do not fit even with the coarsest steps; it names the bytes that are needed.
     """
     weights = matrices(model)
-    on_grid = _on_grid(weights)
-    if on_grid is not None and (size := overhead_bytes + size_of(on_grid)) <= budget_bytes:
-        return _kept(on_grid, size, budget_bytes - size)
+    kept = _kept(weights, budget_bytes, overhead_bytes, size_of)
+    if kept is not None:
+        return kept
     plan, feedback = plan_steps(weights, curvature, budget_bytes - overhead_bytes, method, allocation, column_steps)
     finest, coarsest = scale_range(plan)
     codings: list[tuple[float, int]] = []
@@ -127,52 +307,38 @@ def quantize_model(
         raise UserError(
             f"golf.budget_bytes: found no steps that fit in {budget_bytes:,}; the last attempt took {size:,} bytes."
         )
-    return replace(best, findings=_findings(best, budget_bytes, finest))
+    free, findings = budget_bytes - best.size_bytes, []
+    if best.scale == finest:
+        findings = [
+            f"The budget is larger than the model needs: at 11 bits per weight, finer than fp16 needs, {free:,} bytes"
+            " stay free. A larger model would use them."
+        ]
+    elif best.size_bytes < _LOWEST * budget_bytes:
+        findings = [f"No step came closer to the budget: {free:,} bytes stay free."]
+    return replace(best, findings=findings)
 
 
-def plan_steps(
+def _kept(
     weights: Mapping[str, NDArray[np.float32]],
-    curvature: Mapping[str, Curvature],
-    available_bytes: float,
-    method: str,
-    allocation: str,
-    column_steps: bool = False,
-) -> tuple[Allocation, dict[str, Feedback] | None]:
-    """Return the steps at D = 1 and how errors are passed on; None: rounding to nearest.
-
-    The inputs of a matrix come from matrices that are rounded, too, but its Hessian is of exact ones. Their noise is
-    about the share of the weights that rounding takes, so it is added to _DAMPING. At 3 bits per weight it is
-    nothing; at 1 bit, errors would otherwise go where the noisy inputs do not cancel them.
-    """
-    nearest = allocate(weights, allocation, curvature, None, column_steps)
-    if method == "nearest":
-        return nearest, None
-    if method != "gptq":
-        raise ValueError(f"method is {method!r}; it must be gptq or nearest")
-    noise = lost_share(nearest, scale_for_bytes(nearest, available_bytes, *scale_range(nearest)))
-    feedback = {name: error_feedback(curvature[name].hessian, _DAMPING + noise) for name in weights}
-    return allocate(weights, allocation, curvature, feedback, column_steps), feedback
-
-
-def _on_grid(weights: Mapping[str, NDArray[np.float32]]) -> dict[str, Quantized] | None:
-    """Return the integers and codes of matrices that all are on a grid already; None if one is not."""
+    budget_bytes: int,
+    overhead_bytes: int,
+    size_of: Callable[[dict[str, Quantized]], int],
+) -> QuantizedModel | None:
+    """Return matrices that are on a grid already and fit, else None. D is that of SDClip: the mean relative step."""
     tensors = {}
     for name, weight in weights.items():
         one = grid_of(weight)
         if one is None:
             return None
         tensors[name] = one
-    return tensors if any(one.integers.any() for one in tensors.values()) else None
-
-
-def _kept(tensors: dict[str, Quantized], size: int, free: int) -> QuantizedModel:
-    """Return what quantize_model returns for a model that is on a grid. D is that of SDClip: the mean relative step."""
-    plan = allocate({name: one.dequantized() for name, one in tensors.items()}, "sdclip", {}, None)
+    size = overhead_bytes + size_of(tensors)
+    if size > budget_bytes or not any(one.integers.any() for one in tensors.values()):
+        return None
     steps = {
         name: replace(unit, row_steps=steps_of(tensors[name].row_codes).astype(np.float64))
-        for name, unit in plan.items()
+        for name, unit in allocate(weights, "sdclip", {}, None).items()
     }
-    scale = mean_relative_step(steps)
+    scale, free = mean_relative_step(steps), budget_bytes - size
     note = f"The matrices are on a grid already (golf.qat_fraction), so they are kept; {free:,} bytes stay free."
     return QuantizedModel(tensors, scale, SDCLIP_LEVELS * scale, size, [(scale, size)], [note])
 
@@ -185,54 +351,18 @@ def _next_scale(
     The ratio of predicted and real sizes corrects it, and from two codings on a power (a secant). If that leaves the
     range between the best D that fits and the best that does not, it is the middle of this range.
     """
-    finest, coarsest = scale_range(plan)
     aim = _AIM * budget_bytes - overhead_bytes
     if not codings:
-        return scale_for_bytes(plan, aim, finest, coarsest)
+        return scale_for_bytes(plan, aim)
     predicted = [predicted_bytes(plan, scale) for scale, _ in codings[-2:]]
     real = [max(1, size - overhead_bytes) for _, size in codings[-2:]]
     power = 1.0
     if len(codings) > 1 and predicted[0] != predicted[1]:
         power = min(max(math.log(real[1] / real[0]) / math.log(predicted[1] / predicted[0]), 0.3), 1.5)
-    scale = scale_for_bytes(plan, predicted[-1] * (max(aim, 1.0) / real[-1]) ** (1 / power), finest, coarsest)
+    scale = scale_for_bytes(plan, predicted[-1] * (max(aim, 1.0) / real[-1]) ** (1 / power))
     fits = max(((size, scale) for scale, size in codings if size <= budget_bytes), default=None)
     exceeds = min(((size, scale) for scale, size in codings if size > budget_bytes), default=None)
     if fits and exceeds:
         low, high = sorted((fits[1], exceeds[1]))
         scale = scale if low < scale < high else math.sqrt(low * high)
     return scale
-
-
-def _findings(quantized: QuantizedModel, budget_bytes: int, finest: float) -> list[str]:
-    free = budget_bytes - quantized.size_bytes
-    if quantized.scale == finest:
-        return [
-            f"The budget is larger than the model needs: at 11 bits per weight, finer than fp16 needs, {free:,} bytes"
-            " stay free. A larger model would use them."
-        ]
-    if quantized.size_bytes < _LOWEST * budget_bytes:
-        return [f"No step came closer to the budget: {free:,} bytes stay free."]
-    return []
-
-
-def rounded(
-    weights: Mapping[str, NDArray[np.float32]],
-    plan: Allocation,
-    scale: float,
-    feedback: Mapping[str, Feedback] | None,
-    before: Mapping[str, Quantized],
-) -> dict[str, Quantized]:
-    """Return all matrices rounded at D = scale. before: the same at another D; rows with the same step are kept."""
-
-    def one(name: str) -> Quantized:
-        weight, row_codes, column_codes = weights[name], plan[name].row_codes(scale), plan[name].column_codes
-        if feedback is None:
-            return round_nearest(weight, row_codes, column_codes)
-        if name not in before:
-            return round_with_feedback(weight, row_codes, column_codes, feedback[name])
-        integers, is_new = before[name].integers.copy(), row_codes != before[name].row_codes
-        integers[is_new] = round_with_feedback(weight[is_new], row_codes[is_new], column_codes, feedback[name]).integers
-        return Quantized(integers, row_codes, column_codes)
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy lets go of the GIL
-        return dict(zip(weights, pool.map(one, weights), strict=True))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hfgolf.golf.decoder import FREQUENCY_BITS, STATE_MINIMUM, Decoder
+from hfgolf.golf.decoder import FREQUENCY_BITS, STATE_MINIMUM
 
 INTEGERS_PER_LANE = 2**16
 """A lane costs 4 bytes, and a lane's integers are coded one after the other: 64 lanes code 4 M integers in a second."""
@@ -25,63 +25,64 @@ Table = tuple[int, NDArray[np.integer]]
 
 @dataclass(frozen=True)
 class Coded:
-    """Integers as bytes: what Decoder takes."""
+    """Integers as bytes: what Decoder takes. chunk_bits: of each chunk, raw bits included, to fractions of a bit."""
 
     tables: list[Table]
     num_lanes: int
     stream: bytes
     raw: bytes
-
-    def decoder(self) -> Decoder:
-        return Decoder(self.tables, self.num_lanes, self.stream, self.raw)
+    chunk_bits: list[float]
 
 
 class Encoder:
     """Collect integers with their contexts, in the order in which Decoder reads them, then code them all."""
 
     def __init__(self, num_contexts: int) -> None:
-        self._num_contexts = num_contexts
-        self._chunks: list[tuple[NDArray[np.int16], NDArray[np.int32]]] = []
-        self._raw: list[NDArray[np.uint8]] = []
+        self.num_contexts = num_contexts
+        self.chunks: list[tuple[NDArray[np.int16], NDArray[np.int32]]] = []
+        self.raw: list[NDArray[np.uint8]] = []
 
     def add(self, contexts: NDArray[np.integer] | int, integers: NDArray[np.integer]) -> None:
         """Add integers, (n,) of int32's range, with the context of each."""
         symbols, raw = split_integers(integers)
-        self._chunks.append((np.broadcast_to(np.asarray(contexts, np.int16), symbols.shape), symbols))
-        self._raw.append(raw)
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self._chunks)
-
-    def chunk_bits(self, tables: list[Table]) -> list[float]:
-        """Return the bits that each chunk takes, raw bits included, to fractions of a bit."""
-        logs = [FREQUENCY_BITS - np.log2(np.maximum(frequencies, 1)) for _, frequencies in tables]
-        offsets, bits = _offsets(tables), np.concatenate(logs)
-        return [
-            float(bits[offsets[contexts] + symbols].sum()) + len(raw)
-            for (contexts, symbols), raw in zip(self._chunks, self._raw, strict=True)
-        ]
+        self.chunks.append((np.broadcast_to(np.asarray(contexts, np.int16), symbols.shape), symbols))
+        self.raw.append(raw)
 
     def encode(self, num_lanes: int | None = None) -> Coded:
         """Return the code. num_lanes: None: one for every 2**16 integers, to the next power of two."""
-        total = sum(len(symbols) for _, symbols in self._chunks)
+        total = sum(len(symbols) for _, symbols in self.chunks)
         if num_lanes is None:
             num_lanes = 1 << max(0, (total // INTEGERS_PER_LANE)).bit_length()
-        tables = self.tables()
-        stream = _encode(self._chunks, tables, num_lanes)
-        raw = np.packbits(np.concatenate([np.empty(0, np.uint8), *self._raw]), bitorder="little")
-        return Coded(tables, num_lanes, stream, raw.tobytes())
+        tables = self._tables()
+        # by context: what to add to a symbol, for its place among the symbols of all tables
+        ends = np.cumsum([len(frequencies) for _, frequencies in tables])
+        offsets = ends - np.array([lowest + len(frequencies) for lowest, frequencies in tables])
+        chunks = [(offsets[contexts] + symbols).astype(np.int32) for contexts, symbols in self.chunks]
+        frequencies = np.concatenate([frequencies for _, frequencies in tables])
+        bits = FREQUENCY_BITS - np.log2(np.maximum(frequencies, 1))
+        starts = np.concatenate([np.cumsum(frequencies) - frequencies for _, frequencies in tables])
+        return Coded(
+            tables,
+            num_lanes,
+            _encode(chunks, frequencies.astype(np.uint64), starts.astype(np.uint64), num_lanes),
+            np.packbits(np.concatenate([np.empty(0, np.uint8), *self.raw]), bitorder="little").tobytes(),
+            [float(bits[places].sum()) + len(raw) for places, raw in zip(chunks, self.raw, strict=True)],
+        )
 
-    def tables(self) -> list[Table]:
+    def _tables(self) -> list[Table]:
         """Return the table of each context."""
-        lowest = min((int(symbols.min()) for _, symbols in self._chunks if len(symbols)), default=0)
-        highest = max((int(symbols.max()) for _, symbols in self._chunks if len(symbols)), default=0)
+        lowest = min((int(symbols.min()) for _, symbols in self.chunks if len(symbols)), default=0)
+        highest = max((int(symbols.max()) for _, symbols in self.chunks if len(symbols)), default=0)
         width = highest - lowest + 1
-        counts = np.zeros(self._num_contexts * width, np.int64)
-        for contexts, symbols in self._chunks:
+        counts = np.zeros(self.num_contexts * width, np.int64)
+        for contexts, symbols in self.chunks:
             counts += np.bincount(contexts.astype(np.int64) * width + symbols - lowest, minlength=len(counts))
-        return [_table(lowest, row) for row in counts.reshape(self._num_contexts, width)]
+        tables: list[Table] = []
+        for row in counts.reshape(self.num_contexts, width):
+            (used,) = np.nonzero(row)
+            frequencies = frequencies_of(row[used[0] : used[-1] + 1]) if len(used) else np.empty(0, np.int64)
+            tables.append((lowest + int(used[0]) if len(used) else 0, frequencies))
+        return tables
 
 
 def split_integers(integers: NDArray[np.integer]) -> tuple[NDArray[np.int32], NDArray[np.uint8]]:
@@ -97,13 +98,6 @@ def split_integers(integers: NDArray[np.integer]) -> tuple[NDArray[np.int32], ND
         has = exponents > bit
         bits[starts[has] + bit] = (sizes[has] >> bit) & 1
     return symbols.astype(np.int32), bits
-
-
-def _table(lowest: int, counts: NDArray[np.int64]) -> Table:
-    (used,) = np.nonzero(counts)
-    if not len(used):
-        return 0, np.empty(0, np.int64)
-    return lowest + int(used[0]), frequencies_of(counts[used[0] : used[-1] + 1])
 
 
 def frequencies_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -122,32 +116,27 @@ def frequencies_of(counts: NDArray[np.int64]) -> NDArray[np.int64]:
             frequencies[richest] -= missing <= 0
 
 
-def _offsets(tables: list[Table]) -> NDArray[np.int64]:
-    """Return by context what to add to a symbol, for its place among the symbols of all tables."""
-    ends = np.cumsum([len(frequencies) for _, frequencies in tables])
-    return ends - np.array([lowest + len(frequencies) for lowest, frequencies in tables])
+def _encode(
+    chunks: list[NDArray[np.int32]], frequencies: NDArray[np.uint64], starts: NDArray[np.uint64], num_lanes: int
+) -> bytes:
+    """Return the final states and the words. Goes from the last integer to the first: rANS is a stack.
 
-
-def _encode(chunks: list[tuple[NDArray[np.int16], NDArray[np.int32]]], tables: list[Table], num_lanes: int) -> bytes:
-    """Return the final states and the words. Goes from the last integer to the first: rANS is a stack."""
-    offsets = _offsets(tables)
-    all_frequencies = np.concatenate([frequencies for _, frequencies in tables]).astype(np.uint64)
-    all_starts = np.concatenate([np.cumsum(frequencies) - frequencies for _, frequencies in tables]).astype(np.uint64)
+    chunks: the places of symbols in frequencies and starts, which are those of all tables.
+    """
     states = np.full(num_lanes, STATE_MINIMUM, np.uint64)
     words: list[NDArray[np.uint64]] = []
     bits, word_bits, mask = np.uint64(FREQUENCY_BITS), np.uint64(16), np.uint64(0xFFFF)
-    for contexts, symbols in reversed(chunks):
-        places = offsets[contexts] + symbols
-        frequencies, starts = all_frequencies[places], all_starts[places]
-        limits = frequencies << np.uint64(32 - FREQUENCY_BITS)  # from here on, the new state would pass 2**32
-        for first in range((len(symbols) - 1) // num_lanes * num_lanes, -1, -num_lanes):
+    for places in reversed(chunks):
+        each, begin = frequencies[places], starts[places]
+        limits = each << np.uint64(32 - FREQUENCY_BITS)  # from here on, the new state would pass 2**32
+        for first in range((len(places) - 1) // num_lanes * num_lanes, -1, -num_lanes):
             here = slice(first, first + num_lanes)
-            frequency = frequencies[here]
+            frequency = each[here]
             state = states[: len(frequency)]
             (high,) = np.nonzero(state >= limits[here])
             words.append(state[high] & mask)
             state[high] >>= word_bits
             quotient = state // frequency
-            state += (quotient << bits) - quotient * frequency + starts[here]
+            state += (quotient << bits) - quotient * frequency + begin[here]
     stream = np.concatenate([np.empty(0, np.uint64), *reversed(words)])
     return states.astype("<u4").tobytes() + stream.astype("<u2").tobytes()

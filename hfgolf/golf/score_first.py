@@ -1,38 +1,161 @@
 """Score a stream chunk by chunk, and let an adapter train on each chunk after it was scored (test-time training).
 
 The order is fixed here: score a chunk without gradients, commit it, then adapt on tokens of that chunk and before it.
-An adapter is handed nothing else, so training on what is still to be scored cannot be written by accident. The last
-chunk is not trained on. legality.py tests any scorer, also one that goes around this.
+An adapter is handed nothing else, so training on what is still to be scored cannot be written by accident.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Generator, Iterator, Sequence
+import math
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+from hfgolf.data.batches import Stream, evaluation_extent
+from hfgolf.evaluate.bits_per_byte import Evaluation
+from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.evaluate.windows import IGNORED, Plan, as_fp64, batches, plan_windows
+from hfgolf.golf.legality import Commits, Scorer
+from hfgolf.system.errors import UserError
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 Read = Callable[[np.ndarray], np.ndarray]
 Logits = Callable[[Tensor], Tensor]
 """Input ids (B, T) -> logits (B, T, V), causally."""
-Commits = Iterator[tuple[np.ndarray, Tensor]]
-"""Target indices (n,), ascending, and their log-probabilities (n, V), in the order in which they are final."""
 
 
-class Adapter(AbstractContextManager[Any], Protocol):
+class Adapter(AbstractContextManager[Any]):
     """Changes the model between chunks. Leaving its `with` block restores the model."""
+
+    optimizer: torch.optim.Optimizer
+
+    def __init__(self, model: nn.Module, logits: Logits, learning_rate: float) -> None:
+        self.model, self.logits, self.learning_rate = model, logits, learning_rate
 
     def start_document(self) -> None:
         """Forget what may not be carried into another document. Called before the first chunk, too."""
 
     def adapt(self, tokens: np.ndarray, windows: np.ndarray) -> None:
         """Train on a chunk that was scored. windows: those that scored it (see Plan), as places in `tokens`."""
+        raise NotImplementedError
+
+    def step(self, inputs: Tensor, labels: Tensor) -> None:
+        """Take one optimizer step on the mean loss of the labels, with the gradient clipped to norm 1.
+
+        Raises UserError if the gradient is not finite.
+        """
+        weights = [weight for group in self.optimizer.param_groups for weight in group["params"]]
+        device = weights[0].device
+        self.optimizer.zero_grad()
+        with torch.enable_grad():
+            predicted = self.logits(inputs.to(device)).float().flatten(0, 1)
+            F.cross_entropy(predicted, labels.to(device).flatten(), ignore_index=IGNORED).backward()
+        if not torch.nn.utils.clip_grad_norm_(weights, 1.0).isfinite():
+            raise UserError("The gradient of test-time training is not finite; lower its learning rate.")
+        self.optimizer.step()
+
+
+class SgdAdapter(Adapter):
+    """Train all weights with SGD on each scored chunk, in rows of `length` tokens, `epochs` times.
+
+    The learning rate falls to 0 along a cosine over the chunks. What was learned is carried on to later documents.
+    Momentum 0.9 and gradients clipped to norm 1, as in Parameter Golf's record of 6 April 2026 (rate 0.005, three
+    epochs, chunks of 32,768 tokens, 32 rows per step).
+    """
+
+    def __init__(
+        self, model: nn.Module, logits: Logits, *, length: int, num_chunks: int, learning_rate: float, epochs: int = 1
+    ) -> None:
+        super().__init__(model, logits, learning_rate)
+        self.length, self.num_chunks, self.epochs = length, num_chunks, epochs
+
+    def __enter__(self) -> SgdAdapter:
+        self.saved = [(weight, weight.detach().clone()) for weight in self.model.parameters()]
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=self.learning_rate, momentum=0.9)
+        self.chunks_done = 0
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        with torch.no_grad():
+            for weight, before in self.saved:
+                weight.copy_(before)
+        self.optimizer.zero_grad()
+        del self.saved, self.optimizer
+
+    def adapt(self, tokens: np.ndarray, windows: np.ndarray) -> None:
+        done = self.chunks_done / self.num_chunks
+        self.optimizer.param_groups[0]["lr"] = self.learning_rate * (1 + math.cos(math.pi * done)) / 2
+        self.chunks_done += 1
+        chunk = tokens[windows[0, 1] - 1 :]
+        rows = plan_windows("flat", len(chunk), min(self.length, len(chunk) - 1))
+        for _ in range(self.epochs):
+            for inputs, labels in batches(chunk.__getitem__, rows, min(32, len(rows.windows))):
+                self.step(inputs, labels)
+
+
+class LoraAdapter(Adapter):
+    """Train low-rank corrections of all linear layers inside each document (Hu et al. 2021, arXiv:2106.09685).
+
+    A layer's output gains 1.8 B A x, with A (rank, in) and B (out, rank). B starts at 0 with each document; A is
+    kept. One AdamW step follows each chunk, on the mean loss of that chunk's targets, with betas (0, 0.99), eps 1e-10
+    and weight decay 0.5, as in Parameter Golf's record of 27 April 2026 (rank 80, rate 1e-4, chunks of 48).
+    """
+
+    def __init__(self, model: nn.Module, logits: Logits, *, rank: int = 8, learning_rate: float = 1e-3) -> None:
+        super().__init__(model, logits, learning_rate)
+        self.rank = rank
+
+    def __enter__(self) -> LoraAdapter:
+        layers = [module for module in self.model.modules() if isinstance(module, nn.Linear)]
+        if not layers:
+            raise UserError("LoRA needs linear layers (torch.nn.Linear), but this model has none; use sgd.")
+        random = torch.Generator().manual_seed(0)
+        self.pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.hooks = []
+        for layer in layers:
+            bound = layer.in_features**-0.5
+            initial = (torch.rand(self.rank, layer.in_features, generator=random) * 2 - 1) * bound
+            down = nn.Parameter(initial.to(layer.weight.device))
+            up = nn.Parameter(torch.zeros(layer.out_features, self.rank, device=layer.weight.device))
+            self.pairs.append((down, up))
+            self.hooks.append(layer.register_forward_hook(self._corrected(down, up)))
+        self.needed_gradients = [(weight, weight.requires_grad) for weight in self.model.parameters()]
+        self.model.requires_grad_(False)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for hook in self.hooks:
+            hook.remove()
+        for weight, needed in self.needed_gradients:
+            weight.requires_grad_(needed)
+        del self.pairs, self.hooks, self.needed_gradients
+
+    def _corrected(self, down: Tensor, up: Tensor) -> Any:
+        return lambda layer, inputs, output: output + 1.8 * F.linear(F.linear(inputs[0], down), up)
+
+    def start_document(self) -> None:
+        with torch.no_grad():
+            for _, up in self.pairs:
+                up.zero_()
+        weights = [weight for pair in self.pairs for weight in pair]
+        rate = self.learning_rate
+        self.optimizer = torch.optim.AdamW(weights, lr=rate, betas=(0.0, 0.99), eps=1e-10, weight_decay=0.5)
+
+    def adapt(self, tokens: np.ndarray, windows: np.ndarray) -> None:
+        ids = torch.from_numpy(tokens.astype(np.int64))
+        for begin, first, last in windows.tolist():
+            labels = ids[begin + 1 : last + 1].clone()
+            labels[: first - begin - 1] = IGNORED
+            self.step(ids[None, begin:last], labels[None])
 
 
 class Chunk(NamedTuple):
@@ -106,3 +229,77 @@ def total_nats(commits: Commits, read: Read) -> float:
         ids = torch.from_numpy(read(targets).astype(np.int64)).to(log_probs.device)
         nats -= as_fp64(log_probs.gather(1, ids[:, None])).sum().item()
     return nats
+
+
+@dataclass(frozen=True)
+class ScorerSettings:
+    """How a stream is scored. adapter: sgd, over the stream; lora, inside each document; or None.
+
+    mode, stride, skip_separators: see windows.plan_windows. lora's windows follow from chunk_tokens instead.
+    chunk_tokens, learning_rate, epochs, rank: of the adapter.
+    """
+
+    mode: str
+    length: int
+    stride: int
+    separator: int
+    batch_size: int = 8
+    skip_separators: bool = False
+    adapter: str | None = None
+    chunk_tokens: int = 1024
+    learning_rate: float = 0.02
+    epochs: int = 1
+    rank: int = 8
+
+    def plan(self, tokens: np.ndarray) -> tuple[Plan, Sequence[Chunk]]:
+        """Return the plan for a stream, and its chunks; without an adapter one chunk."""
+        separators = np.flatnonzero(tokens == self.separator)
+        if self.adapter == "lora":
+            return document_chunks(len(tokens), self.length, self.chunk_tokens, separators)
+        plan = plan_windows(
+            self.mode, len(tokens), self.length, self.stride, separators, skip_separators=self.skip_separators
+        )
+        return plan, stream_chunks(plan, self.chunk_tokens if self.adapter else len(tokens))
+
+    def describe(self) -> dict[str, Any]:
+        """Return what a score with test-time training must state about it."""
+        names = {"sgd": ("epochs",), "lora": ("rank",), None: ()}[self.adapter]
+        return {name: getattr(self, name) for name in ("adapter", "chunk_tokens", "learning_rate", *names)}
+
+
+def build_scorer(model: nn.Module, accelerator: Accelerator, settings: ScorerSettings) -> Scorer:
+    """Return the scorer of a model on the accelerator's device, in its precision. The model should be in eval mode."""
+
+    def logits(inputs: Tensor) -> Tensor:
+        with accelerator.autocast():
+            output: Tensor = model.forward(input_ids=inputs, use_cache=False).logits
+        return output
+
+    def scorer(tokens: np.ndarray) -> Any:
+        plan, chunks = settings.plan(tokens)
+        rate = settings.learning_rate
+        adapter: Adapter | None = None
+        if settings.adapter == "sgd":
+            schedule = {"num_chunks": len(chunks), "epochs": settings.epochs}
+            adapter = SgdAdapter(model, logits, length=settings.length, learning_rate=rate, **schedule)
+        elif settings.adapter == "lora":
+            adapter = LoraAdapter(model, logits, rank=settings.rank, learning_rate=rate)
+        options = {"batch_size": settings.batch_size, "device": accelerator.device}
+        return score_first(logits, tokens.__getitem__, plan, chunks, adapter=adapter, **options)
+
+    return scorer
+
+
+def evaluate_adapting(
+    model: nn.Module, stream: Stream, accelerator: Accelerator, settings: ScorerSettings
+) -> Evaluation:
+    """Evaluate a model on a whole stream with test-time training. Its weights and its mode are as before afterwards.
+
+    Raises UserError with more than one process (each chunk depends on the one before it) and in fp16.
+    """
+    if accelerator.num_processes > 1 or accelerator.mixed_precision == "fp16":
+        raise UserError("Test-time training runs on one process, in bf16 or fp32; start it with plain python.")
+    plan, _ = settings.plan(stream.tokens)
+    with evaluation_mode(model):
+        nats = total_nats(build_scorer(model, accelerator, settings)(stream.tokens), stream.read)
+    return Evaluation(nats, plan.num_scored, evaluation_extent(stream)[1])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import base64
 import lzma
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -38,14 +38,6 @@ def config_differences(config: GolfConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name, value in defaults().items() if getattr(config, name) != value}
 
 
-@lru_cache(maxsize=8)
-def _packed(values: tuple[tuple[str, str], ...]) -> bytes:
-    statements = assemble({name: ast.literal_eval(value) for name, value in values})
-    rename(statements, _KEPT_NAMES)
-    source = indented_by_one(ast.unparse(ast.fix_missing_locations(ast.Module(statements, []))))
-    return pack(f"{source}if __name__=='__main__':{_ENTRY}({{}})\n")
-
-
 def packed_script(config: GolfConfig) -> bytes:
     """Return score.py for models with a config: two lines of ASCII that unpack the program and run it.
 
@@ -54,9 +46,12 @@ def packed_script(config: GolfConfig) -> bytes:
     return _packed(tuple((name, repr(getattr(config, name))) for name in defaults()))
 
 
-def pack(source: str) -> bytes:
-    """Return a program that runs `source`: LZMA in base85, which survives any editor that keeps lines."""
-    content = source.encode()
+@lru_cache(maxsize=8)
+def _packed(values: tuple[tuple[str, str], ...]) -> bytes:
+    statements = assemble({name: ast.literal_eval(value) for name, value in values})
+    rename(statements, _KEPT_NAMES)
+    source = indented_by_one(ast.unparse(ast.fix_missing_locations(ast.Module(statements, []))))
+    content = f"{source}if __name__=='__main__':{_ENTRY}({{}})\n".encode()
     filters = [
         {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": lc, "lp": lp, "pb": pb}
         for lc in range(5)
@@ -64,12 +59,8 @@ def pack(source: str) -> bytes:
         for pb in range(3)
     ]
     packed = min((lzma.compress(content, lzma.FORMAT_ALONE, filters=[each]) for each in filters), key=len)
+    # base85 survives any editor that keeps lines
     return b'import lzma,base64\nexec(lzma.decompress(base64.b85decode("%b")))\n' % base64.b85encode(packed)
-
-
-def unpack(script: bytes) -> str:
-    """Return the source in a packed program."""
-    return lzma.decompress(base64.b85decode(script.split(b'"')[1])).decode()
 
 
 def assemble(values: Mapping[str, Any]) -> list[ast.stmt]:
@@ -93,7 +84,17 @@ def assemble(values: Mapping[str, Any]) -> list[ast.stmt]:
         waiting += used
     kept = [each for each in statements if needed & set(defined(each))]
     used = {name for statement in kept for name in _names(statement)}
-    return [*_needed_imports(imports, used), *kept]
+    found: dict[str, ast.stmt] = {}  # imports from outside hfgolf, each once
+    for statement in imports:
+        module = getattr(statement, "module", "")
+        for alias in statement.names:
+            if module.split(".")[0] == "hfgolf":
+                if alias.asname:
+                    raise ValueError(f"a source of score.py imports {alias.name} as {alias.asname}: keep its name")
+            elif (alias.asname or alias.name.split(".")[0]) in used and module != "__future__":
+                single = ast.Import([alias]) if module == "" else ast.ImportFrom(module, [alias], 0)
+                found[ast.unparse(single)] = single
+    return [*found.values(), *kept]
 
 
 def _statements() -> list[ast.stmt]:
@@ -106,21 +107,6 @@ def _statements() -> list[ast.stmt]:
 def _names(statement: ast.AST) -> Iterator[str]:
     """Yield the names that a statement reads."""
     yield from (node.id for node in ast.walk(statement) if isinstance(node, ast.Name))
-
-
-def _needed_imports(imports: Iterable[ast.Import | ast.ImportFrom], used: set[str]) -> list[ast.stmt]:
-    """Return the imports of used names from outside hfgolf, each once."""
-    found: dict[str, ast.stmt] = {}
-    for statement in imports:
-        module = getattr(statement, "module", "")
-        for alias in statement.names:
-            if module.split(".")[0] == "hfgolf":
-                if alias.asname:
-                    raise ValueError(f"a source of score.py imports {alias.name} as {alias.asname}: keep its name")
-            elif (alias.asname or alias.name.split(".")[0]) in used and module != "__future__":
-                single = ast.Import([alias]) if module == "" else ast.ImportFrom(module, [alias], 0)
-                found[ast.unparse(single)] = single
-    return list(found.values())
 
 
 @lru_cache(maxsize=1)

@@ -5,7 +5,7 @@ Two ways lead there: the folder of a run, or any Golf model with files of text. 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -83,6 +83,8 @@ def run_source(folder: Path) -> Source:
             " changed since the run; restore it, or use --model with --files."
         )
     events = read_metrics(run.metrics).events if run.metrics.is_file() else []
+    # train.resume_with_other: the weights have seen other text, too
+    has_other = any(e["event"] == "resumed" and e.get("begins_data") and e["step"] for e in events)
     summary = read_summary(run.summary)
     summary.pop("sample", None)  # the weights before rounding wrote it
     length = config.batch.sequence_length
@@ -94,7 +96,7 @@ def run_source(folder: Path) -> Source:
         sequence_length=length,
         seed=config.order_seed,
         blocks_read=int(summary.get("tokens") or 0) // length,
-        is_training_known=config.model.init_from is None and not any(map(_begins_data, events)),
+        is_training_known=config.model.init_from is None and not has_other,
         golf=config.golf,
         card=lambda figures: model_card(config, summary | figures, model),
         run_config=config,
@@ -122,11 +124,6 @@ def _require_recorded(run: RunFolder, resolved: ResolvedConfig, corpus: Corpus) 
             f"--run: the text is not the one that {run.path} was trained on ({', '.join(changed)}); restore it, or use"
             " --model with --files."
         )
-
-
-def _begins_data(event: Mapping[str, Any]) -> bool:
-    """Return whether an event of a run says that other text follows (train.resume_with_other)."""
-    return bool(event["event"] == "resumed" and event.get("begins_data") and event["step"])
 
 
 def model_source(name: str, files: list[str], calibration_files: list[str], text_column: str, cache: Path) -> Source:

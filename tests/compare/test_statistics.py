@@ -14,7 +14,6 @@ from hfgolf.compare.statistics import (
     best_of_grid,
     first_reach,
     paired_difference,
-    paired_p_value,
 )
 from hfgolf.system.errors import UserError
 
@@ -43,10 +42,11 @@ def test_paired_difference_by_hand():
 
 @pytest.mark.parametrize(
     ("differences", "p_value"),
-    [([], None), ([0.5], None), ([0.0, 0.0], 1.0), ([0.5, 0.5, 0.5], 0.0), ([1.0, -1.0], 1.0)],
+    [([0.5], None), ([0.0, 0.0], 1.0), ([0.5, 0.5, 0.5], 0.0), ([1.0, -1.0], 1.0)],
 )
 def test_p_value_edge_cases(differences, p_value):
-    assert paired_p_value(differences) == p_value
+    difference = paired_difference(dict(enumerate(differences)), dict.fromkeys(range(9), 0.0))
+    assert difference is not None and difference.p_value == p_value
 
 
 @pytest.mark.parametrize(

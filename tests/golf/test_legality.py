@@ -11,9 +11,8 @@ import pytest
 import torch
 
 from hfgolf.evaluate.windows import plan_windows
-from hfgolf.golf.adapters import LoraAdapter, SgdAdapter
 from hfgolf.golf.legality import legality_problems
-from hfgolf.golf.score_first import document_chunks, score_first, stream_chunks
+from hfgolf.golf.score_first import LoraAdapter, SgdAdapter, document_chunks, score_first, stream_chunks
 
 VOCAB, SEPARATOR = 12, 11
 

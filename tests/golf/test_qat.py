@@ -9,8 +9,8 @@ from tiny_golf import measured_model
 from torch.nn import functional as F
 
 from hfgolf.golf.curvature import measure_curvature
-from hfgolf.golf.grid import entropy_bits, round_nearest, row_codes_of
-from hfgolf.golf.qat import Rounding, grid_of, packed_codes
+from hfgolf.golf.grid import entropy_bits, grid_of, round_nearest, row_codes_of
+from hfgolf.golf.hooks import Rounding, packed_codes
 from hfgolf.golf.quantize import matrices, quantize_model
 
 

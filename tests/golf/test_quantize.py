@@ -9,12 +9,18 @@ import pytest
 import torch
 from tiny_golf import measured_model
 
-from hfgolf.golf.allocate import allocate, mean_relative_step, predicted_bytes, scale_for_bytes
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.curvature import Curvature, measure_curvature
 from hfgolf.golf.gptq import error_feedback
 from hfgolf.golf.grid import MAX_INTEGER, entropy_bits, gaussian_bits, round_nearest, steps_of
-from hfgolf.golf.quantize import matrices, quantize_model
+from hfgolf.golf.quantize import (
+    allocate,
+    matrices,
+    mean_relative_step,
+    predicted_bytes,
+    quantize_model,
+    scale_for_bytes,
+)
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.system.errors import UserError
@@ -81,7 +87,7 @@ def test_uniform_steps_have_a_smooth_size(two_matrices):
 def test_predicted_bytes_match_the_entropy_of_gaussian_rows(two_matrices, allocation):
     weights, curvature = two_matrices
     plan = allocate(weights, allocation, curvature, None)
-    scale = scale_for_bytes(plan, 4000, 1e-9, 1e9)
+    scale = scale_for_bytes(plan, 4000)
     assert predicted_bytes(plan, scale) == pytest.approx(4000, rel=0.005)
     bits = side = 0.0
     for name, unit in plan.items():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hfgolf.golf.decoder import Decoder
 from hfgolf.golf.grid import entropy_bits
 from hfgolf.golf.rans import Encoder, frequencies_of
 
@@ -17,7 +18,7 @@ def round_trip(chunks, num_contexts=1, num_lanes=None):
     for contexts, integers in chunks:
         encoder.add(contexts, integers)
     coded = encoder.encode(num_lanes)
-    decoder = coded.decoder()
+    decoder = Decoder(coded.tables, coded.num_lanes, coded.stream, coded.raw)
     for contexts, integers in chunks:
         contexts = np.broadcast_to(contexts, integers.shape)
         np.testing.assert_array_equal(decoder.integers(contexts), integers)
@@ -89,7 +90,8 @@ def test_the_bits_of_the_chunks_are_those_of_the_code():
     chunks = [(0, RANDOM.normal(0, 3, 20_000)), (1, RANDOM.normal(0, 3000, 20_000)), (0, RANDOM.normal(0, 3, 100))]
     for context, draws in chunks:
         encoder.add(context, np.rint(draws).astype(np.int32))
-    coded, bits = encoder.encode(), encoder.chunk_bits(encoder.tables())
+    coded = encoder.encode()
+    bits = coded.chunk_bits
     assert sum(bits) / 8 == pytest.approx(len(coded.stream) - 4 * coded.num_lanes + len(coded.raw), rel=1e-3)
     assert bits[1] / 20_000 == pytest.approx(2.0471 + np.log2(3000), abs=0.05)
     assert bits[0] / 20_000 == pytest.approx(2.0471 + np.log2(3), abs=0.05)
@@ -142,7 +144,7 @@ def test_damaged_word_is_detected():
     coded = encoder.encode(num_lanes=4)
     stream = bytearray(coded.stream)
     stream[40] ^= 1
-    decoder = type(coded)(coded.tables, 4, bytes(stream), coded.raw).decoder()
+    decoder = Decoder(coded.tables, 4, bytes(stream), coded.raw)
     try:
         decoder.integers(np.zeros(5000, np.int64))
     except (IndexError, ValueError):  # the words ran out

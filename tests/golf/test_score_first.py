@@ -8,8 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from hfgolf.evaluate.windows import plan_windows, score, sum_nats
-from hfgolf.golf.adapters import LoraAdapter, SgdAdapter
-from hfgolf.golf.score_first import document_chunks, score_first, stream_chunks, total_nats
+from hfgolf.golf.score_first import LoraAdapter, SgdAdapter, document_chunks, score_first, stream_chunks, total_nats
 from hfgolf.system.errors import UserError
 
 SEPARATOR = 256

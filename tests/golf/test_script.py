@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import lzma
 import math
 import re
 import sys
@@ -15,8 +17,8 @@ from tiny_golf import build_model, encode_model
 
 from hfgolf.config.parse import load_config
 from hfgolf.golf import program, script
-from hfgolf.golf.rescore import ARTIFACT, TOKEN_BYTES, TOKENS, rescore
-from hfgolf.golf.script import MAX_BYTES, config_differences, packed_script, unpack
+from hfgolf.golf.ledger import ARTIFACT, TOKEN_BYTES, TOKENS, rescore
+from hfgolf.golf.script import MAX_BYTES, config_differences, packed_script
 from hfgolf.model.configuration_golf import GolfConfig
 
 ROOT = Path(__file__).parents[2]
@@ -77,6 +79,10 @@ MODELS = {
     },
     "dropout": {"dropout": 0.5, "attention_dropout": 0.5, "rope_theta": 100.0},
 }
+
+
+def unpack(packed: bytes) -> str:
+    return lzma.decompress(base64.b85decode(packed.split(b'"')[1])).decode()
 
 
 @pytest.mark.parametrize(

@@ -9,10 +9,10 @@ import torch
 
 from hfgolf.config.parse import load_config
 from hfgolf.data.token_stream import open_stream
-from hfgolf.golf import forecast
+from hfgolf.golf import hooks
 from hfgolf.golf.artifact import encode
-from hfgolf.golf.budget import files_besides
 from hfgolf.golf.curvature import calibration_batches, measure_curvature
+from hfgolf.golf.ledger import files_besides
 from hfgolf.golf.quantize import matrices, quantize_model
 from hfgolf.golf.script import config_differences, packed_script
 from hfgolf.publish.load import load_exported
@@ -55,7 +55,7 @@ def test_a_forecast_counts_what_the_export_will_count(run, tiny_run):
 
 @pytest.mark.slow
 def test_last_forecast_matches_the_export(run, tiny_run, monkeypatch):
-    monkeypatch.setattr(forecast, "TOLERATED_NATS", 1e-4)  # so small a model needs less than 1 bit per weight for 0.01
+    monkeypatch.setattr(hooks, "TOLERATED_NATS", 1e-4)  # so small a model needs less than 1 bit per weight for 0.01
     golf = {"golf__forecast_every_steps": 30, "golf__calibration_tokens": 4096}  # below, too
     folder = run(tiny_run(train__max_steps=60, train__eval_every_steps=60, **golf))
     row = read_rows(folder / "metrics.jsonl")[-1]

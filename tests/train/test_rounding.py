@@ -7,7 +7,7 @@ import json
 import pytest
 from faults import losses, rows, train_on_two
 
-from hfgolf.golf.qat import grid_of
+from hfgolf.golf.grid import grid_of
 from hfgolf.golf.quantize import matrices
 from hfgolf.publish.load import load_exported
 from hfgolf.system.errors import UserError

@@ -1,0 +1,253 @@
+"""The ledger: which files an export consists of, which of them count, and whether they fit a budget.
+
+Reads a folder back, and scores it again in a process that sees nothing of hfgolf. Does not know how an artifact is
+made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from hfgolf.checkpoint.identity import Change, rule
+from hfgolf.config.parse import as_yaml
+from hfgolf.config.sections import RunConfig
+from hfgolf.data.tokenizer import entry_bytes, tokenizer_sha256
+from hfgolf.evaluate.token_bytes import adds_a_space
+from hfgolf.evaluate.windows import MODES
+from hfgolf.golf.decoder import read_config
+from hfgolf.golf.script import defaults, packed_script
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.run.record import read_json
+from hfgolf.system.errors import UserError
+from hfgolf.system.redact import redact_values
+from hfgolf.system.wording import one_line
+
+COUNTS = ("challenge", "everything")
+"""challenge: the program and the weights, as in Parameter Golf. everything: also what was needed to make them."""
+ARTIFACT, SCRIPT, TOKENS, TOKEN_BYTES = "artifact.bin", "score.py", "tokens.bin", "bytes.bin"
+TOKENIZER, CONFIG = "tokenizer.json.xz", "config.yaml.xz"
+LEDGER, CERTIFICATE = "ledger.json", "certificate.json"
+_COUNTED_BY: dict[str, tuple[str, ...]] = {
+    **{ARTIFACT: COUNTS, SCRIPT: COUNTS, TOKENIZER: COUNTS[1:], CONFIG: COUNTS[1:]},
+    **{TOKENS: (), TOKEN_BYTES: ()},
+}
+_MAX_TOKENIZER_BYTES = 2**28  # a larger one is a bomb
+_RELATIVE_TOLERANCE = 1e-6  # of nats: another machine, or another number of threads, adds in another order
+
+
+def files_besides(
+    config: GolfConfig, tokenizer: PreTrainedTokenizerFast, run_config: RunConfig | None
+) -> dict[str, tuple[bytes, tuple[str, ...]]]:
+    """Return {name: (content, those of COUNTS that count it)} of all that a budget must hold next to the artifact.
+
+    run_config: what it takes to train the model again; None: it is not known.
+    """
+    contents = {SCRIPT: packed_script(config), TOKENIZER: _packed(tokenizer.backend_tokenizer.to_str().encode())}
+    if run_config is not None:
+        contents[CONFIG] = _packed(training_config(run_config).encode())
+    return {name: (content, _COUNTED_BY[name]) for name, content in contents.items()}
+
+
+def bytes_besides(config: GolfConfig, tokenizer: PreTrainedTokenizerFast, run_config: RunConfig, count: str) -> int:
+    """Return what the files next to the artifact take, of those that `count`, one of COUNTS, counts."""
+    files = files_besides(config, tokenizer, run_config).values()
+    return sum(len(content) for content, counted_by in files if count in counted_by)
+
+
+def training_config(config: RunConfig) -> str:
+    """Return the YAML to train a model again: the keys that affect the weights and are not at their defaults.
+
+    Of files, only the names. So a resume, another machine, or another folder leaves it as it is, and with it the bytes
+    that golf.count everything counts.
+    """
+    defaults, lines = RunConfig().flat(), list[str]()
+    for dotted, value in config.flat().items():
+        section, key = dotted.split(".")
+        is_of_golf = section == "golf" and key != "forecast_every_steps"
+        if value == defaults[dotted] or (rule(dotted) is Change.FREE and not is_of_golf):
+            continue
+        if rule(dotted) is Change.TEXT and isinstance(value, list):
+            value = [name if "://" in name else os.path.basename(name) for name in value]
+        if f"{section}:" not in lines:
+            lines.append(f"{section}:")
+        lines.append(f"  {key}: {as_yaml(redact_values(value))}")
+    return "\n".join(lines) + "\n"
+
+
+@lru_cache(maxsize=2)  # a run asks again at each forecast and each grid
+def _packed(content: bytes) -> bytes:
+    return lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
+
+
+def read_ledger(files: Mapping[Path, tuple[str, ...]], count: str, budget_bytes: int) -> dict[str, Any]:
+    """Read files back from disk, and return what ledger.json says of them. Raises OSError if one can't be read.
+
+    files: {path: those of COUNTS that count it}. count: one of COUNTS.
+    """
+    entries: list[dict[str, Any]] = []
+    for path, counted_by in files.items():
+        content = path.read_bytes()
+        sha256 = hashlib.sha256(content).hexdigest()
+        entries.append({"name": path.name, "bytes": len(content), "sha256": sha256, "counted_by": [*counted_by]})
+    totals = {one: sum(entry["bytes"] for entry in entries if one in entry["counted_by"]) for one in COUNTS}
+    return {"budget_bytes": budget_bytes, "count": count, "totals": totals, "files": entries}
+
+
+def budget_problem(ledger: Mapping[str, Any]) -> str | None:
+    """Return how the files exceed the budget, and which could give how many bytes; None if they fit."""
+    count, budget = ledger["count"], ledger["budget_bytes"]
+    total = ledger["totals"][count]
+    excess = total - budget
+    if excess <= 0:
+        return None
+    givers = sorted((file for file in ledger["files"] if count in file["counted_by"]), key=lambda file: -file["bytes"])
+    could = [f"{file['name']} could give {min(excess, file['bytes']):,} of its {file['bytes']:,}" for file in givers]
+    return f"{total:,} bytes are {excess:,} more than the budget of {budget:,}: {', '.join(could)}."
+
+
+def rescore(folder: Path, mode: str = "flat", stride: int | None = None) -> dict[str, Any]:
+    """Return what score.py prints: nats, tokens, bytes, bpb, the sha256 of the weights, and the coverage.
+
+    The process is isolated (python -I): no PYTHONPATH, no user site, not the current folder. Raises UserError with the
+    program's own words if it refuses the files.
+    """
+    files = [str((folder / name).resolve()) for name in (SCRIPT, ARTIFACT, TOKENS, TOKEN_BYTES)]
+    options = ["--mode", mode, *(["--stride", str(stride)] if stride else [])]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [sys.executable, "-I", *files, *options], cwd=folder, env=environment, capture_output=True, text=True
+    )
+    if done.returncode != 0:
+        said = done.stderr.strip().splitlines()
+        reason = said[-1].removeprefix("error: ") if said else f"it ended with status {done.returncode}"
+        raise UserError(f"{SCRIPT} gave no score: {reason}")
+    figures: dict[str, Any] = json.loads(done.stdout)
+    return figures
+
+
+def rescore_folder(
+    folder: Path, mode: str | None = None, stride: int | None = None
+) -> tuple[dict[str, Any], list[str]]:
+    """Score an exported folder again; return the figures, and how it differs from its ledger.
+
+    mode, stride: of the evaluation; None: those of the ledger, whose score must then come out again. Nothing of the
+    folder is believed: score.py is run only if it is the program that hfgolf writes for the artifact, which files count
+    is not the ledger's choice, and the text is what the tokens decode to. If something differs, nothing is scored, and
+    the figures are empty. Raises UserError if there is no ledger.
+    """
+    told = _read_told(folder)
+    files = {folder / entry["name"]: tuple(entry["counted_by"]) for entry in told["files"]}
+    for path in files:
+        if path.is_symlink():
+            return {}, [f"{path} is a link, which no export writes."]
+    try:
+        ledger = read_ledger(files, told["count"], told["budget_bytes"])
+    except OSError as error:
+        return {}, [f"{error.filename} cannot be read ({error.strerror})."]
+    problems = [
+        f"{folder / found['name']} is not the file of the ledger: its sha256 differs."
+        for entry, found in zip(told["files"], ledger["files"], strict=True)
+        if entry != found
+    ]
+    problem = None if problems else budget_problem(ledger) or _program_problem(folder) or _text_problem(folder)
+    problems += [problem] if problem else []
+    if problems:
+        return {}, problems
+    settings = {name: told["settings"][name] for name in ("mode", "stride")}
+    if mode is None:
+        mode, stride = settings["mode"], stride or settings["stride"]
+    figures = rescore(folder, mode, stride)
+    if figures["sha256"] != told["weights_sha256"]:
+        problems.append(f"{folder / ARTIFACT} decodes to other weights than the ledger states.")
+    nats, told_nats = figures["nats"], told["after"]["nats"]
+    is_same = math.isclose(nats, told_nats, rel_tol=_RELATIVE_TOLERANCE)
+    if {"mode": mode, "stride": stride} == settings and not is_same:
+        problems.append(f"The score is {nats} nats, but the ledger states {told_nats}.")
+    counted_bytes = ledger["totals"][told["count"]]
+    return figures | {"counted_bytes": counted_bytes, "budget_bytes": told["budget_bytes"]}, problems
+
+
+def _read_told(folder: Path) -> dict[str, Any]:
+    """Return ledger.json. Raises UserError for anything that no export writes."""
+    told = read_json(folder / LEDGER)
+    try:
+        counted = {entry["name"]: tuple(entry["counted_by"]) for entry in told["files"]}
+        stride = told["settings"]["stride"]
+        is_valid = (
+            told["count"] in COUNTS
+            and type(told["budget_bytes"]) is int
+            and isinstance(told["after"]["nats"], float)
+            and isinstance(told["weights_sha256"], str)
+            and told["settings"]["mode"] in MODES
+            and (stride is None or 0 < stride <= 2**24)
+            and len(counted) == len(told["files"])
+            and all(Path(name).name == name and not name.startswith(".") for name in counted)
+            and counted.keys() | {CONFIG} >= _COUNTED_BY.keys()
+            and all(counted_by == _COUNTED_BY.get(name, COUNTS) for name, counted_by in counted.items())
+        )
+    except (KeyError, TypeError, AttributeError):
+        is_valid = False
+    if not is_valid:
+        raise UserError(f"{folder / LEDGER} is missing or broken; name a folder that `hfgolf golf export` wrote.")
+    return told
+
+
+def _program_problem(folder: Path) -> str | None:
+    """Return why score.py must not be run: it is not the program for the artifact. Runs nothing of the folder."""
+    try:
+        fields = read_config((folder / ARTIFACT).read_bytes())
+        if not (isinstance(fields, dict) and fields.keys() <= defaults().keys()):
+            raise ValueError("it is damaged: its config has unknown fields")
+        program = packed_script(GolfConfig(**fields))
+    except (ValueError, TypeError, RecursionError) as error:
+        return f"{folder / ARTIFACT}: {one_line(error)}."
+    if (folder / SCRIPT).read_bytes() == program:
+        return None
+    return (
+        f"{folder / SCRIPT} is not the program that this version of hfgolf writes for {ARTIFACT}, so it was not run;"
+        " read it, and run it yourself if you trust it."
+    )
+
+
+def _text_problem(folder: Path) -> str | None:
+    """Return how the bytes of the tokens differ from the text that they spell, or from the certificate's."""
+    certificate = read_json(folder / CERTIFICATE)
+    eos = read_config((folder / ARTIFACT).read_bytes()).get("eos_token_id", GolfConfig.eos_token_id or 0)
+    try:
+        packed = lzma.LZMADecompressor().decompress((folder / TOKENIZER).read_bytes(), _MAX_TOKENIZER_BYTES)
+        backend = Tokenizer.from_str(packed.decode())
+        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=str(backend.id_to_token(eos)))
+        tokens = np.fromfile(folder / TOKENS, "<u2" if len(tokenizer) <= 2**16 else "<u4")
+        token_bytes = np.fromfile(folder / TOKEN_BYTES, "<u2")
+        spelled = entry_bytes(tokenizer)[tokens]
+    except Exception as error:  # tokenizers raises plain Exceptions
+        return f"{folder}: {TOKENIZER}, {TOKENS} and {TOKEN_BYTES} do not belong together ({one_line(error)[:200]})."
+    if len(tokens) != len(token_bytes) or (token_bytes > spelled).any():
+        return f"{folder / TOKEN_BYTES}: a token stands for more bytes than {TOKENIZER} spells."
+    text = hashlib.sha256()  # of what the tokens spell, without separators: the certificate's of all documents
+    separator = tokenizer.eos_token_id
+    for document in np.split(tokens, np.flatnonzero(tokens == separator)):
+        ids = document[document != separator].tolist()
+        text.update(backend.decode(ids, skip_special_tokens=False).encode())
+    expected = {
+        "num_tokens": len(tokens),
+        "num_bytes": int(token_bytes.sum(dtype=np.int64)),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "sha256": certificate.get("sha256") if adds_a_space(tokenizer) else text.hexdigest(),
+    }
+    wrong = [name for name, value in expected.items() if certificate.get(name) != value]
+    return f"{folder / CERTIFICATE} is of another text: {', '.join(wrong)} differ." if wrong else None
