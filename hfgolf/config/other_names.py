@@ -2,13 +2,15 @@
 
 Owns three tables: the names in nanoGPT's train.py, transformers' TrainingArguments and their models' configs, which
 only error messages answer; the keys of the section model that moved to model.overrides; the keys that are gone. No key
-has two names. Imports nothing of hfgolf.
+has two names.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+
+from hfgolf.config.sections import KEY_TYPES, Positive, has_type, plain
 
 _ACCUMULATION = "it follows from batch.tokens_per_step, batch.micro_batch_size and the number of processes"
 _MIXED = "train.mixed_precision: no, bf16 or fp16; by default what the hardware is fast at"
@@ -154,32 +156,44 @@ def is_earlier(key: str) -> bool:
     return key in GONE or (key.startswith("model.") and key.removeprefix("model.") in MOVED_TO_OVERRIDES)
 
 
-def laid_over(below: Mapping[str, Any], layer: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Return {"section.key": value} of a layer over those below, by the keys of this version, and the keys it sets.
+def laid_over(below: Mapping[str, Any], layer: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
+    """Return {"section.key": value} of a layer over those below, by the keys of this version; the keys it sets; and
+    {earlier key: value} of those that moved.
 
     What moved, and "model.overrides.NAME", become fields of the mapping model.overrides. A key of an earlier version
     that has its default sets nothing, unless its field is set below. One that is gone stays if it has another value.
     """
-    values, said = dict(below), set()
+    values, said, moved = dict(below), set[str](), dict[str, Any]()
+    layer = {key: _read(key, value) for key, value in layer.items()}
     if "optim.ema_decay" in layer:
         values.pop(HALF_LIFE, None)
-    whole = {key: value for key, value in layer.items() if key == "model.overrides"}
     # a file of an earlier version states all defaults; its own overrides win over them
     only_below = _overrides(below).keys() - _overrides(layer).keys()
-    for key, value in (whole | dict(layer)).items():
+    for key, value in sorted(layer.items(), key=lambda item: item[0] != "model.overrides"):
         name = key.removeprefix("model.").removeprefix("overrides.")
-        fields = values.get("model.overrides", {})
         if key in GONE and _is(value, GONE[key][0]):
             values.pop(key, None)
         elif key in GONE or not (is_earlier(key) or key.startswith("model.overrides.")):
             values[key] = value
             said.add("optim.ema_decay" if key == HALF_LIFE else key)
-        elif isinstance(fields, dict) and not (
-            is_earlier(key) and name not in only_below and _is(value, MOVED_TO_OVERRIDES[name])
-        ):
-            values["model.overrides"] = {**fields, name: value}
-            said.add("model.overrides")
-    return values, said
+        elif not is_earlier(key) or name in only_below or not _is(value, MOVED_TO_OVERRIDES[name]):
+            moved |= {key: value} if is_earlier(key) else {}
+            if isinstance(fields := values.get("model.overrides", {}), dict):  # else the config refuses it
+                values["model.overrides"] = {**fields, name: value}
+                said.add("model.overrides")
+    return values, said, moved
+
+
+def _read(key: str, value: Any) -> Any:
+    """Return a value as the type of its key reads it, which of a field of the model is that of its default."""
+    if key == "model.overrides" and isinstance(value, Mapping):
+        return {name: _read(f"{key}.{name}", inner) for name, inner in value.items()}
+    name = key.removeprefix("model.").removeprefix("overrides.")
+    if key in KEY_TYPES:
+        return plain(value, KEY_TYPES[key])
+    if key in GONE:
+        return plain(value, type(GONE[key][0]))
+    return plain(value, type(MOVED_TO_OVERRIDES[name]) if name in MOVED_TO_OVERRIDES else Any)
 
 
 def _overrides(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -192,12 +206,17 @@ def _is(value: Any, default: Any) -> bool:
 
 
 def with_ema_decay(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with optim.ema_decay in place of the half-life that earlier versions took as well."""
+    """Return the values with optim.ema_decay in place of the half-life that earlier versions took as well.
+
+    A half-life that can't be one stays. Of a batch.tokens_per_step that can't be one, the config says so.
+    """
     half_life, tokens_per_step = values.get(HALF_LIFE), values.get("batch.tokens_per_step", 4096)
-    if not isinstance(half_life, int | float) or not isinstance(tokens_per_step, int) or half_life <= 0:
+    if not has_type(half_life, Positive):
         return values
-    decay = float(0.5 ** (tokens_per_step / half_life))
-    return {key: value for key, value in values.items() if key != HALF_LIFE} | {"optim.ema_decay": decay}
+    others = {key: value for key, value in values.items() if key != HALF_LIFE}
+    if not has_type(tokens_per_step, KEY_TYPES["batch.tokens_per_step"]):
+        return others
+    return others | {"optim.ema_decay": float(0.5 ** (tokens_per_step / half_life))}
 
 
 def in_current_names(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hfgolf.config.other_names import GONE, MOVED_TO_OVERRIDES
 from hfgolf.config.sections import KEY_TYPES, SECTIONS, RunConfig, describe_type
 from hfgolf.config.yaml_text import as_yaml
 
@@ -34,7 +35,9 @@ Editors that know JSON Schema complete and check a config that begins with
 Every key is also an option, such as `--optim.learning_rate 3e-4`. The command line wins over the file, in whatever
 order they come, and the file over the default. Of a key given twice, the last value counts. `--help` explains every
 key, and `--print_config` prints the outcome. An unknown key or a wrong value gives one line that names the right one.
-Values are YAML 1.2: `no` and `yes` are text, `010` is ten, `1e-5` is a number.
+Values are YAML 1.2: `010` is ten, `1e-5` is a number. Text for a key that takes a number, true or false is read as
+YAML, too: `'1e-5'` is a number there, and `yes`, `no`, `on` and `off` are true and false. Elsewhere they are text, as a
+number is in quotes.
 
 The default model is a modern block: RMSNorm, rotary positions, normed queries and keys, squared ReLU, no biases, and
 output projections that start at zero. These options make it GPT-2, to 1e-5 in the logits:
@@ -70,6 +73,11 @@ def schema() -> str:
         for key, meaning in docstrings(config).items():
             section["properties"][key]["description"] = meaning
             section["properties"][key].pop("title")
+    moved = {f"model.{name}": f"now model.overrides.{name}" for name in MOVED_TO_OVERRIDES}
+    for dotted, meaning in (moved | {key: advice for key, (_, advice) in GONE.items()}).items():
+        name, key = dotted.split(".")
+        section = content["$defs"][SECTIONS[name].__name__]
+        section["properties"][key] = {"deprecated": True, "description": meaning}
     return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **content}, indent=1) + "\n"
 
 

@@ -8,15 +8,26 @@ them (see parse.py) or what they do. Imports nothing heavy, so `--help` is quick
 from __future__ import annotations
 
 import math
+import os
 import typing
 from collections.abc import Mapping
 from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from hfgolf.config.schedules import ScheduleName
+from hfgolf.config.yaml_text import yaml_value
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import join_words, shortened
 
@@ -43,6 +54,54 @@ def _known(value: Any) -> Any:
 def as_list(value: Any) -> Any:
     """Return a text alone as a list of one, and a tuple as a list."""
     return [value] if isinstance(value, str) else list(value) if isinstance(value, tuple) else value
+
+
+def plain(value: Any, kind: Any = Any) -> Any:
+    """Return a value as YAML has it: paths as text, arrays and tuples as lists, numpy's numbers as Python's.
+
+    kind: the type of its key. Text for one that takes none is what YAML 1.2 reads in it, and for true or false also
+    YAML 1.1, which earlier versions read: yes, no, on and off.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {plain(name): plain(inner) for name, inner in value.items()}
+    parts = type_parts(kind)
+    if isinstance(value, list | tuple):
+        inner = typing.get_args(parts[0])[0] if typing.get_origin(parts[0]) in (list, tuple) else Any
+        return [plain(item, inner) for item in value]
+    names = [name for part in parts if typing.get_origin(part) is Literal for name in typing.get_args(part)]
+    if not isinstance(value, str) or takes_text(kind) or value in names or not value.strip():
+        return value  # empty text, as of a variable that is not set, is no null
+    truth = {"yes": True, "on": True, "no": False, "off": False}.get(value.lower()) if bool in parts else None
+    return yaml_value(value) if truth is None else truth
+
+
+def type_parts(kind: Any) -> list[Any]:
+    """Return the types in a config type, without bounds: list[str] alone, or str and None in `str | None`."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is Annotated:
+        return type_parts(arguments[0])
+    is_one = not arguments or typing.get_origin(kind) in (list, dict, tuple, Literal)
+    return [kind] if is_one else [part for argument in arguments for part in type_parts(argument)]
+
+
+def takes_text(kind: Any) -> bool:
+    """Return whether a key of this type takes any text, for its value or in a list."""
+    return any(
+        part in (str, Any) or (typing.get_origin(part) is list and takes_text(typing.get_args(part)[0]))
+        for part in type_parts(kind)
+    )
+
+
+def has_type(value: Any, kind: Any) -> bool:
+    """Return whether a value read from YAML or JSON fits a type annotation, with its bounds."""
+    try:
+        TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def _short(name: str) -> str:
@@ -120,8 +179,9 @@ class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan
     """Keys with their types and bounds. A value that these do not allow raises UserError, in one line."""
 
     def __init__(self, **values: Any) -> None:
+        kinds = {key: field.annotation for key, field in type(self).model_fields.items()}
         try:
-            super().__init__(**values)
+            super().__init__(**{key: plain(value, kinds.get(key, Any)) for key, value in values.items()})
         except ValidationError as error:
             raise self._explained(error) from error
 
@@ -133,8 +193,13 @@ class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan
         key = f"{cls.__name__.removesuffix('Section').lower()}.{name}" if cls.__name__ != "RunConfig" else name
         if first["type"] == "extra_forbidden":
             return UserError(f"{key}: there is no such key.")
-        allowed = describe_type(key_types(cls)[name])
-        return refusal(key, value, allowed.replace("text", _IN_UTF8, 1) if isinstance(value, str) else allowed)
+        kind = key_types(cls)[name]
+        allowed = describe_type(kind)
+        if isinstance(value, str):
+            allowed = allowed.replace("text", _IN_UTF8, 1)
+        elif isinstance(value, int | float) and takes_text(kind):
+            allowed += "; put text in quotes"
+        return refusal(key, value, allowed)
 
     def replace(self, **values: Any) -> Self:
         """Return a checked copy with the values replaced."""
@@ -224,7 +289,7 @@ class DataSection(Section, frozen=True):
     the text."""
     cache_dir: Text | None = None
     """Folder of the token cache; null: <HF_HOME>/hfgolf."""
-    in_memory: Literal["auto", True, False] = "auto"
+    in_memory: Auto | bool = "auto"
     """true: copy the tokens into RAM; false: memory-map them; auto: decide by their size and the free memory."""
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """DataLoader worker processes; 0: load batches in the training process."""
@@ -551,7 +616,7 @@ class TrainSection(Section, frozen=True):
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     """null: the setting of `accelerate` if there is one, else bf16 if the hardware is fast at it, else fp16 on a GPU of
     compute capability 7 (V100, T4), else no (fp32)."""
-    compile: Literal["auto", True, False] = "auto"
+    compile: Auto | bool = "auto"
     """Use torch.compile; auto: if a compiler is available and the run is long enough to pay for compiling."""
     cpu_threads: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
     """Threads per CPU process; auto: divide the cores among the processes (`accelerate launch` would set 1)."""

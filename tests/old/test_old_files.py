@@ -180,6 +180,17 @@ def test_each_arm_of_an_old_experiment_loads_to_the_same_values(base, old):
             assert_same_values(read(*(f"--{key}={value}" for key, value in keys if key is not None)), of_base | then)
 
 
+def test_overrides_of_another_architecture_win_over_the_defaults_that_an_old_run_listed(tmp_path):
+    sections: dict[str, dict[str, Any]] = {}
+    own = {"model.architecture": "lfm2", "model.overrides": {"norm_eps": 1e-3}, "train.max_steps": 3}
+    for key, value in (DEFAULTS | own).items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(sections), encoding="utf-8")
+    assert DEFAULTS["model.norm_eps"] == 1e-6
+    assert read(f"--config={tmp_path / 'config.yaml'}")["model.overrides"] == {"norm_eps": 1e-3}
+
+
 @pytest.mark.parametrize("name", RUNS)
 def test_the_config_of_an_old_run_is_taken_as_the_run_wrote_it(name, old):
     then = read(f"--config={renamed(f'{name}.yaml')}") | {key: DEFAULTS[key] for key in NEW_DEFAULTS}
