@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
+import functools
 import os
 import random
 import socket
@@ -58,7 +59,7 @@ def processes() -> PartialState:
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
-    if arguments := _launch_arguments():  # of these, accelerate tells only DeepSpeed
+    if arguments := _launch_arguments(_launcher_words()):  # of these, accelerate tells only DeepSpeed
         only_stated = {name: getattr(arguments, name) for name in ("gradient_accumulation_steps", "gradient_clipping")}
         stated = {f"ACCELERATE_{name.upper()}": str(value) for name, value in only_stated.items() if value is not None}
     else:
@@ -142,7 +143,7 @@ def processes_asked_of_accelerate() -> int | None:
 
     On a CPU it starts one, whatever it was told.
     """
-    arguments = _launch_arguments()
+    arguments = _launch_arguments(_launcher_words())
     if arguments is None:
         return None
     from accelerate.commands.config.config_args import default_config_file, load_config_from_file
@@ -152,9 +153,9 @@ def processes_asked_of_accelerate() -> int | None:
     return int(load_config_from_file(arguments.config_file).num_processes)
 
 
-def _launch_arguments() -> argparse.Namespace | None:
-    """Return the arguments of the `accelerate launch` that started this process, None if none did."""
-    words = _launcher_words()
+@functools.cache  # a start asks six times, and each time accelerate would build its parser
+def _launch_arguments(words: tuple[str, ...]) -> argparse.Namespace | None:
+    """Return the arguments of the `accelerate launch` with this command line, None if it is another program."""
     launch = next((word for word in words if word in ("launch", "accelerate.commands.launch")), None)
     if launch is None:
         return None
@@ -163,10 +164,10 @@ def _launch_arguments() -> argparse.Namespace | None:
     return launch_command_parser().parse_args(words[words.index(launch) + 1 :])
 
 
-def _launcher_words() -> list[str]:
-    """Return the command line of the process that started this one, [] if it is gone."""
+def _launcher_words() -> tuple[str, ...]:
+    """Return the command line of the process that started this one, () if it is gone."""
     parent = psutil.Process().parent()
-    return parent.cmdline() if parent else []
+    return tuple(parent.cmdline()) if parent else ()
 
 
 def precision_of_accelerate() -> str | None:
