@@ -12,79 +12,58 @@ from typing import Any
 
 from hfgolf.config.sections import KEY_TYPES, Positive, has_type, plain
 
-_ACCUMULATION = "it follows from batch.tokens_per_step, batch.micro_batch_size and the number of processes"
-_MIXED = "train.mixed_precision: no, bf16 or fp16; by default what the hardware is fast at"
-_TRACKERS = "track.trackers, a list such as [wandb]"
-_SEQUENCE = "batch.sequence_length, in tokens; model.max_position_embeddings if the model is for longer ones"
-_WARMUP = "schedule.warmup_steps, in steps"
-
-OTHER_NAMES: dict[str, str] = {
+_ANSWERS: dict[str, str] = {
     "lr": "optim.learning_rate (of Muon's matrices) and optim.adamw_learning_rate (of all else, or of AdamW)",
     "min_lr": "schedule.floor, a fraction of the learning rate and not a rate",
     "max_iters": "train.max_steps; or train.max_minutes",
-    "lr_decay_iters": "the schedule ends with the run: train.max_steps, and schedule.warmdown_fraction",
-    "lr_decay_steps": "the schedule ends with the run: train.max_steps, and schedule.warmdown_fraction",
+    "lr_decay_iters lr_decay_steps": "the schedule ends with the run: train.max_steps, and schedule.warmdown_fraction",
     "decay_lr": "schedule.name: constant or another",
     "lr_scheduler_type": "schedule.name",
-    "warmup_iters": _WARMUP,
-    "warmup_ratio": f"{_WARMUP} and not a fraction",
-    "n_embd": "model.hidden_size",
+    "warmup_iters": "schedule.warmup_steps, in steps",
+    "warmup_ratio": "schedule.warmup_steps, in steps and not a fraction",
+    "n_embd d_model": "model.hidden_size",
     "n_head": "model.num_attention_heads",
     "n_layer": "model.num_hidden_layers",
     "n_kv_head": "model.num_key_value_heads",
     "n_inner": "model.intermediate_size",
-    "d_model": "model.hidden_size",
-    "n_positions": _SEQUENCE,
-    "n_ctx": _SEQUENCE,
-    "block_size": _SEQUENCE,
-    "max_seq_length": _SEQUENCE,
-    "max_length": _SEQUENCE,
+    "n_positions n_ctx block_size max_seq_length max_length": (
+        "batch.sequence_length, in tokens; model.max_position_embeddings if the model is for longer ones"
+    ),
     "bias": "model.use_bias",
     "attn_pdrop": "model.attention_dropout",
-    "resid_pdrop": "model.dropout",
-    "embd_pdrop": "model.dropout",
+    "resid_pdrop embd_pdrop": "model.dropout",
     "batch_size": "batch.tokens_per_step, in tokens of all processes; batch.micro_batch_size, in sequences of one",
     "device_batch_size": "batch.micro_batch_size, in sequences; auto chooses it",
-    "per_device_train_batch_size": "batch.micro_batch_size, in sequences; auto chooses it. The whole batch is"
-    " batch.tokens_per_step",
+    "per_device_train_batch_size": (
+        "batch.micro_batch_size, in sequences; auto chooses it. The whole batch is batch.tokens_per_step"
+    ),
     "per_device_eval_batch_size": "evaluations take batch.micro_batch_size",
-    "gradient_accumulation_steps": _ACCUMULATION,
-    "num_train_epochs": "train.max_epochs",
-    "epochs": "train.max_epochs",
+    "gradient_accumulation_steps": (
+        "it follows from batch.tokens_per_step, batch.micro_batch_size and the number of processes"
+    ),
+    "num_train_epochs epochs": "train.max_epochs",
     "weight_decay": "optim.weight_decay (of matrices); schedule.weight_decay is how it changes over the run",
     "wd": "optim.weight_decay",
     "beta1": "optim.betas, a list of two; optim.momentum is Muon's",
-    "beta2": "optim.betas, a list of two",
-    "adam_beta1": "optim.betas, a list of two",
-    "adam_beta2": "optim.betas, a list of two",
+    "beta2 adam_beta1 adam_beta2": "optim.betas, a list of two",
     "adam_epsilon": "optim.eps",
     "grad_clip": "train.max_grad_norm",
-    "optim": "optim.name",
-    "optimizer": "optim.name",
-    "bf16": _MIXED,
-    "fp16": _MIXED,
-    "dtype": _MIXED,
+    "optim optimizer": "optim.name",
+    "bf16 fp16 dtype": "train.mixed_precision: no, bf16 or fp16; by default what the hardware is fast at",
     "tf32": "hfgolf sets it by itself; train.mixed_precision chooses the precision of autocast",
     "torch_compile": "train.compile",
     "seed": "run.seed",
     "data_seed": "run.seed, which is also that of the order of the data",
-    "out_dir": "run.output_dir, which holds the folders of runs, and run.name",
-    "output_dir": "run.output_dir, which holds the folders of runs, and run.name",
+    "out_dir output_dir": "run.output_dir, which holds the folders of runs, and run.name",
     "run_name": "run.name, also in trackers",
-    "logging_steps": "train.log_every_steps",
-    "log_interval": "train.log_every_steps",
-    "eval_steps": "train.eval_every_steps",
-    "eval_interval": "train.eval_every_steps",
+    "logging_steps log_interval": "train.log_every_steps",
+    "eval_steps eval_interval eval_strategy": "train.eval_every_steps",
     "eval_iters": "train.eval_tokens, in tokens",
-    "eval_strategy": "train.eval_every_steps",
-    "save_steps": "train.save_every_steps; or train.save_every_minutes",
-    "save_strategy": "train.save_every_steps; or train.save_every_minutes",
+    "save_steps save_strategy": "train.save_every_steps; or train.save_every_minutes",
     "save_total_limit": "train.keep_last",
     "resume_from_checkpoint": "train.resume: auto, latest or the path of a checkpoint",
     "early_stopping_patience": "train.patience_evals",
-    "report_to": _TRACKERS,
-    "wandb": _TRACKERS,
-    "wandb_log": _TRACKERS,
+    "report_to wandb wandb_log": "track.trackers, a list such as [wandb]",
     "wandb_project": "track.project",
     "wandb_run_name": "run.name",
     "dataset": "data.files for text of yours, data.hub_name for a dataset of the Hub, as user/name",
@@ -99,6 +78,7 @@ OTHER_NAMES: dict[str, str] = {
     "model_name_or_path": "model.init_from to start from weights; model.architecture for another architecture",
     "device": "accelerate chooses it; `accelerate config` or CUDA_VISIBLE_DEVICES",
 }
+OTHER_NAMES = {name: answer for names, answer in _ANSWERS.items() for name in names.split()}
 """{name elsewhere: the key here, and how it differs}."""
 
 MOVED_TO_OVERRIDES: dict[str, Any] = {
