@@ -178,12 +178,13 @@ def fit(
 
 def _paths(files: Any) -> list[str]:
     """Return the paths that `files` names. Raises UserError for other objects."""
-    listed = [files] if isinstance(files, str | Path) else files
-    if not isinstance(listed, Sequence | Iterator) or isinstance(listed, bytes) or hasattr(listed, "read"):
-        raise UserError(f"files: {type(files).__name__} names no files; pass paths, and tables or texts as data=.")
-    listed = list(listed)
-    if wrong := [path for path in listed if not isinstance(path, str | Path)]:
-        raise UserError(f"files: {shortened(wrong[0])} is not a path; pass paths, and tables or texts as data=.")
+    is_list = (
+        isinstance(files, Sequence | Iterator) and not isinstance(files, str | bytes) and not hasattr(files, "read")
+    )
+    listed = list(files) if is_list else [files]
+    for path in listed:
+        if not isinstance(path, str | Path):
+            raise UserError(f"files: {type(path).__name__} names no file; pass paths, and tables or texts as data=.")
     return [str(path) for path in listed]
 
 

@@ -15,7 +15,6 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 from hfgolf.config.other_names import GONE, MOVED_TO_OVERRIDES
 from hfgolf.config.sections import KEY_TYPES, SECTIONS, RunConfig, describe_type
@@ -59,8 +58,9 @@ def markdown() -> str:
         lines += ["", f"## {section}", "", " ".join(str(config.__doc__).split())]
         lines += ["", "| key | values | default | meaning |", "|---|---|---|---|"]
         for key, meaning in docstrings(config).items():
-            values, default = describe_type(KEY_TYPES[f"{section}.{key}"]), as_yaml(default_of(config, key))
-            lines.append(f"| `{key}` | {values} | `{default}` | {escaped(meaning)} |")
+            values, default = describe_type(KEY_TYPES[f"{section}.{key}"]), as_yaml(config.model_fields[key].default)
+            meaning = re.sub(r"([*<|])", r"\\\1", meaning)  # which Markdown would read
+            lines.append(f"| `{key}` | {values} | `{default}` | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
@@ -93,7 +93,7 @@ def print_help(description: str) -> None:
     for section, config in SECTIONS.items():
         group = parser.add_argument_group(section, config.__doc__)
         for key, meaning in docstrings(config).items():
-            values, default = describe_type(KEY_TYPES[f"{section}.{key}"]), as_yaml(default_of(config, key))
+            values, default = describe_type(KEY_TYPES[f"{section}.{key}"]), as_yaml(config.model_fields[key].default)
             text = f"{meaning} ({values}; default: {default})".replace("%", "%%")
             group.add_argument(f"--{section}.{key}", metavar="VALUE", help=text)
     parser.print_help()
@@ -108,16 +108,6 @@ def docstrings(config: type) -> dict[str, str]:
         for key, text in itertools.pairwise(definition.body)
         if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(text, ast.Expr)
     }
-
-
-def default_of(config: Any, key: str) -> Any:
-    """Return the default of a key."""
-    return config.model_fields[key].default
-
-
-def escaped(text: str) -> str:
-    """Return text that Markdown shows as it is in a cell of a table."""
-    return re.sub(r"([*<|])", r"\\\1", text)
 
 
 if __name__ == "__main__":

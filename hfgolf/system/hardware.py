@@ -229,11 +229,6 @@ def synchronize(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def has_compiler(device: torch.device) -> bool:
-    """Return whether torch.compile works on this device."""
-    return missing_compiler(device) is None
-
-
 def missing_compiler(device: torch.device) -> str | None:
     """Return what torch.compile lacks on this device, None if nothing: a C++ compiler for a CPU, Triton for a GPU."""
     if device.type == "cuda":

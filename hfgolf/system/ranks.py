@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import psutil
 from torch import distributed
 
+from hfgolf.system.command import is_first_of_machine
 from hfgolf.system.errors import UserError, explained
 from hfgolf.system.redact import redact, redact_values
 from hfgolf.system.wording import one_line
@@ -171,10 +172,10 @@ def agree(values: Mapping[str, Any], advice: str) -> None:
 @contextmanager
 def first_of_machine() -> Iterator[None]:
     """Run a block on the first rank of each machine, then on its others, which find what the first has cached."""
-    if not _is_first_of_machine():
+    if not is_first_of_machine():
         gather(None)
     yield
-    if _is_first_of_machine():
+    if is_first_of_machine():
         gather(None)
 
 
@@ -261,12 +262,8 @@ def _part(group: _Group, line: str) -> None:
         group.store.set(f"hfgolf/failed/{group.rank}", json.dumps([name, line]))
         _wait_until(lambda: _listen(group) and len(_failures) == group.size, FAREWELL_SECONDS)
         _leave(group, FAREWELL_SECONDS)
-    if not _is_first_of_machine():
+    if not is_first_of_machine():
         time.sleep(_WATCH_SECONDS)  # a launcher ends the others once one ends: the first must have said the line
-
-
-def _is_first_of_machine() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _leave(group: _Group, seconds: float) -> None:
