@@ -178,10 +178,8 @@ def fit(
 
 def _paths(files: Any) -> list[str]:
     """Return the paths that `files` names. Raises UserError for other objects."""
-    is_list = (
-        isinstance(files, Sequence | Iterator) and not isinstance(files, str | bytes) and not hasattr(files, "read")
-    )
-    listed = list(files) if is_list else [files]
+    is_one = isinstance(files, str | bytes) or hasattr(files, "read") or not isinstance(files, Sequence | Iterator)
+    listed = [files] if is_one else list(files)
     for path in listed:
         if not isinstance(path, str | Path):
             raise UserError(f"files: {type(path).__name__} names no file; pass paths, and tables or texts as data=.")
