@@ -263,7 +263,7 @@ MISTAKES = {
     "--data.source files": "data.files is empty, but data.source is files; name at least one path, folder, glob or",
     "--golf.qat_fraction 0.1": "golf.budget_bytes is null, but golf.qat_fraction is set; state the bytes to train for.",
     "--golf.qat_fraction=0.1 --golf.budget_bytes=9000 --optim.ema_export=true --optim.ema_decay=0.9": (
-        "optim.ema_export: true does not go with golf.qat_fraction, because averages are on no grid; drop one."
+        "optim.ema_export: true does not go with golf.qat_fraction: averages are on no grid; drop one."
     ),
     "--hub.push true": "hub.repo_id is null, but hub.push is true; name the repository, as user/name.",
     "--hub.language '[en, English]'": "'English' is not allowed; allowed: a list, each a code of ISO 639, code",

@@ -3,7 +3,7 @@
 files.tar.xz holds three runs of ten steps (Golf with Muon and an average of the weights, Llama with AdamW, and Golf
 with switches of the golf records on the grid of a budget), each in the middle (stopped/) and at its end (runs/), their
 exports, and the configs and experiments of that commit. expected.json has the logits that it computed, keys.json its
-keys with an example each, and the values that it read from each config. make.py made them.
+keys with an example each, and the values that it read from each config. tests/old/make.py of commit cf720fc made them.
 
 They go through doors that stay: the command `hfgolf`, scripts/train.py, and the names in `hfgolf.__all__`.
 """
