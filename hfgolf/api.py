@@ -1,11 +1,7 @@
-"""Train from Python, as in a notebook: text in, a run out that shows its curve, its model and its samples.
+"""Train from Python, as in a notebook: `run = hfgolf.fit("my.txt", max_minutes=5)`, then `run.sample("To be")`.
 
-    run = hfgolf.fit("my.txt", max_minutes=5, model={"num_hidden_layers": 4})
-    run.sample("To be")
-
-Owns how arguments become a config, the names of runs, and the copies of objects that a run reads from files: tables and
-weights are written to the cache, in folders whose names are hashes of their content, so that a run that resumes finds
-what it began with. Everything is checked by the code of the command line.
+Objects that a run reads from files, tables and weights, are copied to the cache, in folders whose names are hashes of
+their content: a run that resumes finds what it began with. The code of the command line checks everything.
 """
 
 from __future__ import annotations

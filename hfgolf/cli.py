@@ -1,7 +1,4 @@
-"""The command `hfgolf`: one verb per file of hfgolf/commands.
-
-Knows the verbs and nothing of what they do. A file is loaded when its verb is used, so that `hfgolf --help` is quick.
-"""
+"""The command `hfgolf`: one verb per file of hfgolf/commands, loaded when it is used, so that `--help` is quick."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""What other trainers call a key, and what hfgolf called it before.
+"""What other trainers call a key, and what hfgolf called it before. No key has two names.
 
-Owns three tables: the names in nanoGPT's train.py, transformers' TrainingArguments and their models' configs, which
-only error messages answer; the keys of the section model that moved to model.overrides; the keys that are gone. No key
-has two names.
+Names of nanoGPT and transformers are only answered. Those of earlier hfgolf moved to model.overrides, or are gone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Parse `--config file.yaml --section.key value` into a checked RunConfig; turn a user's mistake into one clear line.
+"""Parse `--config file.yaml --section.key value` into a checked RunConfig, with the source of every value.
 
-Owns the order of file and command line, the source of every value (default, file, command line, code, accelerate,
-auto), and the nearest key to one that does not exist. The sections check the values.
+Owns the order of file and command line, and the nearest key to one that does not exist. The sections check values.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What is generated from config/sections.py, every key with its values, default and meaning: docs/config.md, the help
-and the JSON Schema.
+"""Generate docs/config.md, configs/schema.json and the help from the docstrings and types of config/sections.py.
 
-`python -m hfgolf.config.reference` prints the page, and with `--schema` configs/schema.json. The meanings are the
-docstrings.
+`python -m hfgolf.config.reference` prints the page, and with `--schema` the JSON Schema.
 """
 
 from __future__ import annotations

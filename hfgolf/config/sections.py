@@ -1,8 +1,6 @@
-"""The config of a run: one frozen section per part of it.
+"""The keys of a config, in one frozen section per part: meanings, defaults, types and bounds, and these in words.
 
-Owns the keys, their meanings, defaults, types and bounds, and how these read in words. Does not know how users set
-them (see parse.py) or what they do. Imports nothing heavy, so `--help` is quick. The docstring under each key is its
-`--help` text.
+Does not know how users set them (parse.py) or what they do. The docstring under a key is its `--help` text.
 """
 
 from __future__ import annotations

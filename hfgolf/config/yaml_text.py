@@ -1,7 +1,6 @@
-"""Read and write YAML 1.2: files and single values, with one line for what is wrong.
+"""Read and write YAML 1.2: files and single values, with one line for what is wrong. Knows no key of a config.
 
-Owns the refusal of repeated keys, of aliases that expand without end, and of more than one document. Knows no key of a
-config.
+Refuses repeated keys, aliases that expand without end, and more than one document.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Run a command: its errors as one line, its exit status, and output whose reader may be gone.
-
-Knows no command. Imports nothing heavy.
-"""
+"""Run a command: its errors in one line, its status, and output whose reader may be gone; imports nothing heavy."""
 
 from __future__ import annotations
 

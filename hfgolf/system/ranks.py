@@ -1,8 +1,7 @@
 """One decision for all ranks of a run, and one end: they exchange values, and a failure of one rank reaches the others.
 
-The exchange uses the store of torch's process group and no collective. So it needs neither a device nor a network
-interface of its own, may wait for hours while one rank prepares data, and ends at once if a rank fails. Does not know
-what is decided. With one process, nothing here costs anything.
+The exchange uses the store of torch's process group and no collective: it needs no device, may wait for hours while one
+rank prepares data, and ends at once if a rank fails. With one process, nothing here costs anything.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Keep secrets out of what a run logs, writes and publishes.
 
-Owns the definition of a secret: the value of an environment variable with a name like HF_TOKEN, the credentials that
-huggingface_hub and wandb store at login, and any text in the form of a token or a password. A password that looks like
-an ordinary word and is stored elsewhere cannot be recognized.
+A secret is the value of a variable with a name like HF_TOKEN, a login that huggingface_hub or wandb stores, or text in
+the form of a token or a password. A password that looks like a word and is stored elsewhere cannot be recognized.
 """
 
 from __future__ import annotations
