@@ -172,6 +172,8 @@ READ_AS: dict[str, dict[str, Any]] = {
     "optim: {learning_rate: '1e-5', betas: ['0.5', '0.75']}": {"optim.learning_rate": 1e-5, "optim.betas": (0.5, 0.75)},
     "optim: {row_equilibration: yes, ema_decay: 'null'}": {"optim.row_equilibration": True, "optim.ema_decay": None},
     "train: {compile: Off, mixed_precision: no}": {"train.compile": False, "train.mixed_precision": "no"},
+    "train: {compile: On, mixed_precision: off}": {"train.compile": True, "train.mixed_precision": "no"},
+    "train: {compile: 'true', mixed_precision: false}": {"train.compile": True, "train.mixed_precision": "no"},
     "run: {name: yes, seed: '007'}": {"run.name": "yes", "run.seed": 7},
     "optim: {nesterov: on, ema_half_life_tokens: '4096'}": {"optim.ema_decay": 0.5},
     "schedule: {warmdown_shape: linear}\ngolf: {damping: '0.01'}": {},

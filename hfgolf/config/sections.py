@@ -58,7 +58,7 @@ def plain(value: Any, kind: Any = Any) -> Any:
     """Return a value as YAML has it: paths as text, arrays and tuples as lists, numpy's numbers as Python's.
 
     kind: the type of its key. Text for one that takes none is what YAML 1.2 reads in it, and for true or false also
-    YAML 1.1, which earlier versions read: yes, no, on and off.
+    YAML 1.1, which earlier versions read: yes, no, on and off. For one of names with no, false is no, as it was then.
     """
     value = value.tolist() if hasattr(value, "tolist") else value
     if isinstance(value, os.PathLike):
@@ -70,10 +70,12 @@ def plain(value: Any, kind: Any = Any) -> Any:
         inner = typing.get_args(parts[0])[0] if typing.get_origin(parts[0]) in (list, tuple) else Any
         return [plain(item, inner) for item in value]
     names = [name for part in parts if typing.get_origin(part) is Literal for name in typing.get_args(part)]
+    truth = {"yes": True, "on": True, "no": False, "off": False}.get(value.lower()) if isinstance(value, str) else value
+    if truth is False and "no" in names:
+        return "no"
     if not isinstance(value, str) or takes_text(kind) or value in names or not value.strip():
         return value  # empty text, as of a variable that is not set, is no null
-    truth = {"yes": True, "on": True, "no": False, "off": False}.get(value.lower()) if bool in parts else None
-    return yaml_value(value) if truth is None else truth
+    return truth if isinstance(truth, bool) and bool in parts else yaml_value(value)
 
 
 def type_parts(kind: Any) -> list[Any]:
