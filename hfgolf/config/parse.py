@@ -108,24 +108,17 @@ def load_config(
     argv = [f"--config={argv}"] if isinstance(argv, str | Path) else argv
     arguments = one_token_per_option(sys.argv[1:] if argv is None else argv)
     texts = [argument for argument in arguments if not argument.startswith("-")]
-    options = [argument for argument in arguments if argument.startswith("-") and argument not in _FLAGS]
-    pairs = [_pair(option, where) for option in options]
+    options = _options(arguments, where)
     if {"-h", "--help"} & {*arguments}:
         from hfgolf.config.reference import print_help
 
         print_help(description)
         sys.exit(0)
-    configs = [text for key, text in pairs if key == "config"]
-    texts_of = {key: text for key, text in pairs if key != "config"}
-    if len(configs) > 1:
-        raise UserError(
-            f"--config: named more than once ({join_words(configs)}); name one, and other values as options."
-        )
-    path = find_config(configs[0]) if configs else None
+    path = find_config(options.pop("config")) if "config" in options else None
     stated = plain(dict(values or {}))
-    for key in [*stated, *texts_of]:
+    for key in [*stated, *options]:
         _check_key(key, where)
-    stated |= {key: _typed(key, text) for key, text in texts_of.items()}
+    stated |= {key: _typed(key, text) for key, text in options.items()}
     if texts and "data.files" in stated:
         raise UserError(f"{texts[0]}: data.files names the text already; name all of it there.")
     stated |= {"data.files": texts} if texts else {}
@@ -161,18 +154,27 @@ def load_config(
     return resolved
 
 
-def _pair(option: str, where: str) -> tuple[str, str]:
-    """Return the key and the text of an option."""
-    key, equals, text = option.partition("=")
-    if not key.startswith("--"):
-        raise UserError(f"{where}: {shortened(option)} is no option; options are --section.key VALUE.")
-    if key in _FLAGS:
-        raise UserError(f"{where}: {key} takes no value.")
-    if not equals:
-        if key != "--config":
-            _check_key(key[2:], where)
-        raise UserError(f"{where}: {key} needs a value.")
-    return key[2:], text
+def _options(arguments: list[str], where: str) -> dict[str, str]:
+    """Return {key: its text} of the options, which have one token each; --config is one."""
+    found: dict[str, str] = {}
+    for option in arguments:
+        name, equals, text = option.partition("=")
+        key = name.removeprefix("--")
+        if not option.startswith("-") or option in _FLAGS:
+            continue
+        if key == name:
+            raise UserError(f"{where}: {shortened(option)} is no option; options are --section.key VALUE.")
+        if name in _FLAGS:
+            raise UserError(f"{where}: {name} takes no value.")
+        if key == "config" and key in found:
+            both = f"{found[key]}, {text}"
+            raise UserError(f"--config: named more than once ({both}); name one, and other values as options.")
+        if not equals and key != "config":
+            _check_key(key, where)
+        if not equals:
+            raise UserError(f"{where}: {name} needs a value.")
+        found[key] = text
+    return found
 
 
 def _typed(key: str, text: str) -> Any:
