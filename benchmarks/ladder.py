@@ -46,7 +46,7 @@ from hfgolf.run.provenance import run_metadata
 from hfgolf.system.command import run_command
 from hfgolf.system.durable import write_text
 from hfgolf.system.errors import UserError
-from hfgolf.system.hardware import accelerator_name, fingerprint, has_compiler, measured_peak_flops, synchronize
+from hfgolf.system.hardware import accelerator_name, fingerprint, measured_peak_flops, missing_compiler, synchronize
 from hfgolf.train.console import show_log
 from hfgolf.train.feed import blocks_per_epoch, is_out_of_memory
 from hfgolf.train.loop import train_step
@@ -230,7 +230,7 @@ def build_rungs(run: Run, num_steps: int, folder: Path, may_compile: bool) -> li
         device = run.accelerator.device
         gain = measured_peak_flops(device, torch.bfloat16, 512) / measured_peak_flops(device, torch.float32, 512)
         skipped["mixed precision"] = f"bf16 products are {gain:.2f}x as fast as fp32 here ({bf16_instructions(device)})"
-    if may_compile and not has_compiler(run.accelerator.device):
+    if may_compile and missing_compiler(run.accelerator.device):
         skipped["compiled"] = "this device has no compiler"
     is_compiled = not skipped["compiled"]
     stored, in_memory = from_disk(stream.path, length), from_memory(stream.tokens, length)

@@ -1,11 +1,7 @@
-"""Train from Python, as in a notebook: text in, a run out that shows its curve, its model and its samples.
+"""Train from Python, as in a notebook: `run = hfgolf.fit("my.txt", max_minutes=5)`, then `run.sample("To be")`.
 
-    run = hfgolf.fit("my.txt", max_minutes=5, model={"num_hidden_layers": 4})
-    run.sample("To be")
-
-Owns how arguments become a config, the names of runs, and the copies of objects that a run reads from files: tables and
-weights are written to the cache, in folders whose names are hashes of their content, so that a run that resumes finds
-what it began with. Everything is checked by the code of the command line.
+Objects that a run reads from files, tables and weights, are copied to the cache, in folders whose names are hashes of
+their content: a run that resumes finds what it began with. The code of the command line checks everything.
 """
 
 from __future__ import annotations
@@ -179,12 +175,11 @@ def fit(
 
 def _paths(files: Any) -> list[str]:
     """Return the paths that `files` names. Raises UserError for other objects."""
-    listed = [files] if isinstance(files, str | Path) else files
-    if not isinstance(listed, Sequence | Iterator) or isinstance(listed, bytes) or hasattr(listed, "read"):
-        raise UserError(f"files: {type(files).__name__} names no files; pass paths, and tables or texts as data=.")
-    listed = list(listed)
-    if wrong := [path for path in listed if not isinstance(path, str | Path)]:
-        raise UserError(f"files: {shortened(wrong[0])} is not a path; pass paths, and tables or texts as data=.")
+    is_one = isinstance(files, str | bytes) or hasattr(files, "read") or not isinstance(files, Sequence | Iterator)
+    listed = [files] if is_one else list(files)
+    for path in listed:
+        if not isinstance(path, str | Path):
+            raise UserError(f"files: {type(path).__name__} names no file; pass paths, and tables or texts as data=.")
     return [str(path) for path in listed]
 
 

@@ -1,7 +1,4 @@
-"""The command `hfgolf`: one verb per file of hfgolf/commands.
-
-Knows the verbs and nothing of what they do. A file is loaded when its verb is used, so that `hfgolf --help` is quick.
-"""
+"""The command `hfgolf`: one verb per file of hfgolf/commands, loaded when it is used, so that `--help` is quick."""
 
 from __future__ import annotations
 
@@ -53,7 +50,10 @@ def _run(arguments: list[str]) -> int | None:
     words = 2 if arguments[:1] == ["golf"] else 1
     verb = " ".join(arguments[:words])
     if verb in ("", "-h", "--help", "golf", "golf -h", "golf --help"):
-        print(_help(verb.split(" ")[0] if verb.startswith("golf") else ""))
+        shown = {name: text for name, text in VERBS.items() if name.startswith("golf ") or not verb.startswith("golf")}
+        width = max(map(len, shown))
+        print("Train a small GPT from text. Usage: hfgolf COMMAND ...; hfgolf COMMAND --help shows its options.\n")
+        print("\n".join(f"  {name:<{width}}  {text}" for name, text in shown.items()))
         return 0
     if verb == "--version":
         from hfgolf import __version__
@@ -68,11 +68,3 @@ def _run(arguments: list[str]) -> int | None:
         raise UserError(f"hfgolf: there is no command {verb}; {advice}")
     sys.argv = [f"hfgolf {verb}", *arguments[words:]]  # usage texts and the record of a run show it
     return importlib.import_module(f"hfgolf.commands.{verb.replace(' ', '_')}").main()
-
-
-def _help(prefix: str) -> str:
-    verbs = {verb: text for verb, text in VERBS.items() if verb.startswith(prefix)}
-    width = max(map(len, verbs))
-    lines = [f"  {verb:<{width}}  {text}" for verb, text in verbs.items()]
-    usage = "Train a small GPT from text. Usage: hfgolf COMMAND ...; hfgolf COMMAND --help shows its options."
-    return "\n".join([usage, "", *lines])

@@ -305,6 +305,24 @@ def test_values_of_numpy_and_paths_are_values(folder, resolved):
     config = resolved[0].config
     assert (config.data.files, config.data.cache_dir, config.data.max_documents) == (["my.txt"], "cache", 5)
     assert (config.train.max_steps, config.optim.learning_rate, config.optim.betas) == (3, 0.5, (0.5, 0.75))
+    overrides = {"loop": np.array([0, 1, 2]), "norm_eps": np.float64(1e-5), "lanes": np.True_, "own": {"a": Path("b")}}
+    hfgolf.fit("my.txt", max_minutes="5", model={"overrides": overrides}, optim={"betas": np.array([0.5, 0.75])})
+    config = resolved[1].config
+    plain = {"loop": [0, 1, 2], "norm_eps": 1e-5, "lanes": True, "own": {"a": "b"}}
+    assert (config.model.overrides, config.optim.betas, config.train.max_minutes) == (plain, (0.5, 0.75), 5)
+
+
+@pytest.mark.parametrize("objects", ["data", "tokenizer", "model"])
+def test_objects_are_copied_to_a_cache_of_any_kind_of_path(folder, resolved, objects):
+    tokenizer = find_tokenizer(TokenizerSection(kind="byte"), {}, folder)
+    of_cache = {"files": "my.txt", "data": {"cache_dir": Path("cache")}}
+    passed: dict[str, dict[str, Any]] = {
+        "data": {"data": TEXTS, "config": hfgolf.load_config("small").config.replace(data__cache_dir=Path("cache"))},
+        "tokenizer": {"tokenizer": tokenizer} | of_cache,
+        "model": {"model": OwnModel(OwnConfig()), "tokenizer": tokenizer} | of_cache,
+    }
+    hfgolf.fit(**passed[objects])
+    assert resolved[0].config.data.cache_dir == "cache" and list(Path("cache/passed").iterdir())
 
 
 class OwnConfig(PreTrainedConfig):
@@ -442,6 +460,8 @@ BAD = {
     "other name": ({"lr": 0.1}, "hfgolf.fit: unknown key lr; here: optim.learning_rate"),
     "key": ({"model": {"depth": 3}}, "hfgolf.fit: unknown key model.depth; did you mean"),
     "type": ({"model": {"hidden_size": "x"}}, "hfgolf.fit: model.hidden_size: 'x' is not allowed; allowed: a whole"),
+    "set": ({"track": {"trackers": {"wandb"}}}, "hfgolf.fit: track.trackers: {'wandb'} is not allowed; allowed: a"),
+    "set of a field": ({"model": {"overrides": {"a": {1}}}}, r"hfgolf.fit: model.overrides: {'a': \{1\}} is not"),
     "range": ({"max_steps": -1}, "hfgolf.fit: train.max_steps: -1 is not allowed"),
     "file": ({"files": "nowhere.txt"}, "no file matches 'nowhere.txt'"),
     "config": ({"config": "nowhere.yaml"}, "--config: there is no file nowhere.yaml"),

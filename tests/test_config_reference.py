@@ -9,7 +9,8 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from hfgolf.config.parse import KEY_TYPES, load_config
+from hfgolf.config.other_names import GONE, MOVED_TO_OVERRIDES
+from hfgolf.config.parse import KEY_TYPES, SECTIONS, load_config
 from hfgolf.config.reference import markdown, schema
 from hfgolf.config.yaml_text import load_yaml
 
@@ -45,6 +46,14 @@ def test_every_shipped_config_loads_and_editors_check_it_by_the_schema(path):
     assert path.read_text(encoding="utf-8").startswith("# yaml-language-server: $schema=schema.json\n")
     validator = jsonschema.Draft202012Validator(json.loads(schema()))
     assert list(validator.iter_errors(load_yaml(path, "config"))) == []
+
+
+def test_the_schema_takes_old_keys_and_marks_them():
+    definitions = json.loads(schema())["$defs"]
+    for old in (*GONE, *(f"model.{name}" for name in MOVED_TO_OVERRIDES)):
+        section, key = old.split(".")
+        assert definitions[SECTIONS[section].__name__]["properties"][key]["deprecated"], old
+    assert jsonschema.Draft202012Validator(json.loads(schema())).is_valid({"model": {"norm_eps": 1e-6}})
 
 
 @pytest.mark.parametrize(

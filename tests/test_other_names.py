@@ -8,7 +8,7 @@ import re
 import pytest
 from transformers import TrainingArguments
 
-from hfgolf.config.other_names import OTHER_NAMES, in_current_names
+from hfgolf.config.other_names import OTHER_NAMES
 from hfgolf.config.parse import KEY_TYPES, SECTIONS, load_config
 from hfgolf.system.errors import UserError
 
@@ -45,8 +45,3 @@ def test_a_name_from_elsewhere_is_answered_with_the_key_here(name, answer, tmp_p
     with pytest.raises(UserError) as error:
         load_config(["--config", str(path)])
     assert str(error.value) == f"{path}: {answer}"
-
-
-def test_overrides_of_a_file_win_over_the_defaults_that_it_states_by_earlier_keys():
-    values = {"model.architecture": "lfm2", "model.norm_eps": 1e-06, "model.overrides": {"norm_eps": 1e-3}}
-    assert in_current_names(values)["model.overrides"] == {"norm_eps": 1e-3}

@@ -41,23 +41,16 @@ def test_value_of_a_secret_variable_is_redacted(monkeypatch, name):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
+    "name",
     [
-        ("TOKENIZERS_PARALLELISM", "disabled"),
-        ("MAX_TOKENS", "100000000"),
-        ("KEYBOARD_LAYOUT", "qwertyuiop"),
-        ("HF_TOKEN_PATH", "/nowhere/huggingface/token"),
-        ("SSH_KEY_TYPE", "ecdsa-sha2"),
-        ("HOME", "/home/somebody"),
-        ("OLDPWD", "somewhere"),
-        ("COMPASS", "north-west"),
-        ("SPAT", "north-west"),
+        *("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "KEYBOARD_LAYOUT", "HF_TOKEN_PATH", "SSH_KEY_TYPE", "HOME", "OLDPWD"),
+        *("COMPASS", "SPAT"),
     ],
 )
-def test_similar_variable_names_are_not_secret(monkeypatch, name, value):
-    monkeypatch.setenv(name, value)
+def test_similar_variable_names_are_not_secret(monkeypatch, name):
+    monkeypatch.setenv(name, "north-west")
     assert not is_secret_name(name)
-    assert redact(f"it is {value}") == f"it is {value}"
+    assert redact("it is north-west") == "it is north-west"
 
 
 def test_short_values_and_paths_are_not_redacted(monkeypatch, tmp_path):
@@ -68,15 +61,15 @@ def test_short_values_and_paths_are_not_redacted(monkeypatch, tmp_path):
     assert redact(text) == text
 
 
-def test_overlapping_secrets_are_fully_redacted(monkeypatch):
-    monkeypatch.setenv("A_TOKEN", "correcthorse")
-    monkeypatch.setenv("B_TOKEN", "correcthorsebattery")
-    assert redact("correcthorsebattery, correcthorse") == "[redacted], [redacted]"
-
-
-def test_every_line_of_a_private_key_is_redacted(monkeypatch):
-    monkeypatch.setenv("DEPLOY_KEY", "MIIEvQIBADANBg\nkqhkiG9w0BAQEF\n")
-    assert redact("it was MIIEvQIBADANBg kqhkiG9w0BAQEF") == "it was [redacted] [redacted]"
+def test_overlapping_secrets_and_each_line_of_a_private_key_are_redacted(monkeypatch):
+    for name, value in (
+        ("A_TOKEN", "correcthorse"),
+        ("B_TOKEN", "correcthorsebattery"),
+        ("A_KEY", "MIIEvQIB\nkqhkiG9w\n"),
+    ):
+        monkeypatch.setenv(name, value)
+    text = "correcthorsebattery, correcthorse; MIIEvQIB kqhkiG9w"
+    assert redact(text) == "[redacted], [redacted]; [redacted] [redacted]"
 
 
 @pytest.mark.parametrize("variable", ["HF_HOME", "HF_TOKEN_PATH", "XDG_CACHE_HOME", "HOME"])
@@ -95,18 +88,16 @@ def test_token_of_hf_auth_login_is_redacted(monkeypatch, tmp_path, variable):
     assert done.stdout.strip() == "an_old_token_of_another_form"
 
 
-def test_key_of_wandb_login_is_redacted(monkeypatch, tmp_path):
-    (tmp_path / "netrc").write_text(f"machine api.wandb.ai\n  login user\n  password {WANDB_KEY}\n")
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
-    assert redact(f"key={WANDB_KEY}, user") == "key=[redacted], user"
-
-
-def test_unreadable_logins_are_ignored(monkeypatch, tmp_path):
-    (tmp_path / "netrc").write_bytes(b"\xff\xfe machine")
+def test_key_of_wandb_login_is_redacted_and_unreadable_logins_are_ignored(monkeypatch, tmp_path):
     (tmp_path / "token").mkdir()
-    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
-    assert redact("step 1") == "step 1"
+    for name, content in (
+        ("netrc", f"machine api.wandb.ai\n  login user\n  password {WANDB_KEY}\n"),
+        ("junk", "\xff\xfe"),
+    ):
+        (tmp_path / name).write_text(content, encoding="latin-1")
+        monkeypatch.setenv("NETRC", str(tmp_path / name))
+        assert redact(f"key={WANDB_KEY}, user") == f"key={'[redacted]' if name == 'netrc' else WANDB_KEY}, user"
 
 
 @pytest.mark.parametrize(
@@ -151,67 +142,28 @@ def test_text_like_a_secret_is_redacted(before, secret, after):
     assert redact(before + secret + after) == f"{before}[redacted]{after}"
 
 
-@pytest.mark.parametrize(
-    "token",
-    [
-        *(f"gh{kind}_" + "x7" * 18 for kind in "pousr"),
-        "github_pat_" + "11ABCDE_" * 8,
-        "glpat-" + "a1B2-" * 4,
-        "AKIA" + "Q3" * 8,
-        "ASIA" + "Q3" * 8,
-        "xoxb-" + "1234567890-abc",
-        "xoxp-" + "1234567890-abc",
-        "npm_" + "aB3" * 12,
-        "sk-" + "aB3dE" * 8,
-        "sk-proj-" + "aB3_E-" * 8,
-        "sk-ant-api03-" + "aB3_E-" * 8,
-        "sk_live_" + "aB3dE" * 5,
-        "AIza" + "aB3dE" * 7,
-        "pypi-AgEI" + "aB3dE" * 12,
-        "SG." + "a" * 22 + "." + "b" * 43,
-        "dop_v1_" + "0a" * 32,
-        "api_org_" + "aBcDe" * 7,
-        "GR1348941" + "a1B2-" * 4,
-        *(
-            f"gl{kind}-" + "a1B2_" * 10
-            for kind in ("oas", "dt", "rt", "cbt", "ptt", "ft", "imt", "agent", "soat", "ffct")
-        ),
-        *(kind + "Q3" * 8 for kind in ("A3TX", "ABIA", "ACCA")),
-        "LTAI" + "aB3dE" * 4,
-        "abc8Q~" + "aB3dE" * 7,
-        "hooks.slack.com/" + "services/" + "aB3dE" * 9,
-        "rubygems_" + "0a" * 24,
-        "CLOJARS_" + "0a" * 30,
-        "sk_prod_" + "aB3dE" * 2,
-        "sq0atp-" + "aB3dE" * 5,
-        *(f"shp{kind}_" + "0a" * 16 for kind in ("at", "ca", "pa", "ss")),
-        "EAAC" + "aB3dE" * 20,
-        "xkeysib-" + "0a" * 32 + "-" + "aB3d" * 4,
-        "SK" + "0a" * 16,
-        "dapi" + "0a" * 16,
-        "fo1_" + "aB3dE" * 9,
-        "fm2_" + "aB3dE" * 20,
-        "hvs." + "aB3dE" * 18,
-        "aB3dEf1aB3dEf1" + ".atlasv1." + "aB3dE" * 12,
-        "dp.pt." + "aB3dE" * 8 + "aB3",
-        "ops_eyJ" + "aB3dE" * 50,
-        "AGE-SECRET-KEY-1" + "QP" * 29,
-        "ATATT3" + "aB3dE" * 37 + "a",
-        "lin_api_" + "aB3dE" * 8,
-        "glc_" + "aB3dE" * 7,
-        "glsa_" + "aB3d" * 8 + "_0a0a0a0a",
-        "sntryu_" + "0a" * 32,
-        "dt0c01." + "aB3d" * 6 + "." + "aB3d" * 16,
-        "pscale_tkn_" + "aB3dE" * 7,
-        "PMAK-" + "0a" * 12 + "-" + "0a" * 17,
-        "pul-" + "0a" * 20,
-        "pnu_" + "aB3d" * 9,
-        "gsk_" + "aB3dE" * 10,
-        "dckr_pat_" + "aB3-E" * 6,
-        ".".join(["eyJ" + "hbGciOiJIUzI1"] * 3),
-    ],
-)
-def test_known_token_formats_are_redacted(token):
+FORMS = """
+ghp_ x7*18; gho_ x7*18; ghu_ x7*18; ghs_ x7*18; ghr_ x7*18; github_pat_ 11ABCDE_*8; GR1348941 a1B2-*4; glpat- a1B2-*4
+gloas- a1B2_*10; gldt- a1B2_*10; glrt- a1B2_*10; glcbt- a1B2_*10; glptt- a1B2_*10; glft- a1B2_*10; glimt- a1B2_*10
+glagent- a1B2_*10; glsoat- a1B2_*10; glffct- a1B2_*10; AKIA Q3*8; ASIA Q3*8; A3TX Q3*8; ABIA Q3*8; ACCA Q3*8
+LTAI aB3dE*4; AIza aB3dE*7; abc8Q~ aB3dE*7; xoxb- 1234567890-abc; xoxp- 1234567890-abc
+hooks.slack.com/ services/ aB3dE*9
+sk- aB3dE*8; sk-proj- aB3_E-*8; sk-ant-api03- aB3_E-*8; gsk_ aB3dE*10; api_org_ aBcDe*7; dckr_pat_ aB3-E*6
+npm_ aB3*12; pypi-AgEI aB3dE*12; rubygems_ 0a*24; CLOJARS_ 0a*30; sk_live_ aB3dE*5; sk_prod_ aB3dE*2; sq0atp- aB3dE*5
+shpat_ 0a*16; shpca_ 0a*16; shppa_ 0a*16; shpss_ 0a*16; EAAC aB3dE*20; SG. a*22 . b*43; xkeysib- 0a*32 - aB3d*4
+SK 0a*16
+dop_v1_ 0a*32; dapi 0a*16; fo1_ aB3dE*9; fm2_ aB3dE*20; hvs. aB3dE*18; aB3dEf1*2 .atlasv1. aB3dE*12; dp.pt. aB3dE*8 aB3
+ops_eyJ aB3dE*50; AGE-SECRET-KEY-1 QP*29; ATATT3 aB3dE*37 a; lin_api_ aB3dE*8; glc_ aB3dE*7; glsa_ aB3d*8 _0a0a0a0a
+sntryu_ 0a*32; dt0c01. aB3d*6 . aB3d*16; pscale_tkn_ aB3dE*7; PMAK- 0a*12 - 0a*17; pul- 0a*20; pnu_ aB3d*9
+eyJ hbGciOiJIUzI1 .eyJ hbGciOiJIUzI1 .eyJ hbGciOiJIUzI1
+"""
+"""Tokens as their issuers write them, in parts: "a1*3" is a1a1a1."""
+
+
+@pytest.mark.parametrize("form", FORMS.strip().replace("\n", ";").split(";"))
+def test_known_token_formats_are_redacted(form):
+    parts = (part.partition("*") for part in form.split())
+    token = "".join(text * int(count or 1) for text, _, count in parts)
     assert redact(f"x = '{token}'\n({token})") == "x = '[redacted]'\n([redacted])"
 
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from hfgolf.config.parse import has_type
-from hfgolf.config.sections import BatchSection
+from hfgolf.config.sections import BatchSection, has_type
 from hfgolf.data.batches import as_ranges, stream_positions
 
 _NEWER = (

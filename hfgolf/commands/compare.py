@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hfgolf.commands.options import MARK, ScriptParser, check_output, within
 from hfgolf.compare.experiment import load_experiment, plan_runs
-from hfgolf.config.parse import split_options
+from hfgolf.config.parse import is_option, one_token_per_option
 from hfgolf.system.errors import UserError
 
 
@@ -36,8 +36,10 @@ def main() -> None:
         default=1,
         help="runs to run at once (1); with more, their seconds are not comparable",
     )
-    run_options, own = split_options(sys.argv[1:])
-    arguments, unknown = parser.parse_known_args(own)
+    # one token each: argparse would take the value of an option that it does not know for a path
+    tokens = one_token_per_option(sys.argv[1:])
+    run_options = [token for token in tokens if is_option(token)]
+    arguments, unknown = parser.parse_known_args([token for token in tokens if not is_option(token)])
     run_options += unknown
     if arguments.runs and run_options:
         raise UserError(f"--runs: only reads runs, so {run_options[0].partition('=')[0]} has no effect; remove it.")

@@ -1,6 +1,6 @@
 """What the options of all commands share: bounds, --output checked before any work, one line per mistake.
 
-Does not know any command, or the options of a config (parse.py). Imports nothing heavy before it is needed.
+The options of a config are parse.py's. Imports nothing heavy before it is needed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
-"""What other trainers call a key, and what hfgolf called it before.
+"""What other trainers call a key, and what hfgolf called it before. No key has two names.
 
-Owns three tables: the names in nanoGPT's train.py, transformers' TrainingArguments and their models' configs, which
-only error messages answer; the keys of the section model that moved to model.overrides; the keys that are gone. No key
-has two names. Imports nothing of hfgolf.
+Names of nanoGPT and transformers are only answered. Those of earlier hfgolf moved to model.overrides, or are gone.
 """
 
 from __future__ import annotations
@@ -10,79 +8,60 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-_ACCUMULATION = "it follows from batch.tokens_per_step, batch.micro_batch_size and the number of processes"
-_MIXED = "train.mixed_precision: no, bf16 or fp16; by default what the hardware is fast at"
-_TRACKERS = "track.trackers, a list such as [wandb]"
-_SEQUENCE = "batch.sequence_length, in tokens; model.max_position_embeddings if the model is for longer ones"
-_WARMUP = "schedule.warmup_steps, in steps"
+from hfgolf.config.sections import KEY_TYPES, Positive, has_type, plain
 
-OTHER_NAMES: dict[str, str] = {
+_ANSWERS: dict[str, str] = {
     "lr": "optim.learning_rate (of Muon's matrices) and optim.adamw_learning_rate (of all else, or of AdamW)",
     "min_lr": "schedule.floor, a fraction of the learning rate and not a rate",
     "max_iters": "train.max_steps; or train.max_minutes",
-    "lr_decay_iters": "the schedule ends with the run: train.max_steps, and schedule.warmdown_fraction",
-    "lr_decay_steps": "the schedule ends with the run: train.max_steps, and schedule.warmdown_fraction",
+    "lr_decay_iters lr_decay_steps": "the schedule ends with the run: train.max_steps, and schedule.warmdown_fraction",
     "decay_lr": "schedule.name: constant or another",
     "lr_scheduler_type": "schedule.name",
-    "warmup_iters": _WARMUP,
-    "warmup_ratio": f"{_WARMUP} and not a fraction",
-    "n_embd": "model.hidden_size",
+    "warmup_iters": "schedule.warmup_steps, in steps",
+    "warmup_ratio": "schedule.warmup_steps, in steps and not a fraction",
+    "n_embd d_model": "model.hidden_size",
     "n_head": "model.num_attention_heads",
     "n_layer": "model.num_hidden_layers",
     "n_kv_head": "model.num_key_value_heads",
     "n_inner": "model.intermediate_size",
-    "d_model": "model.hidden_size",
-    "n_positions": _SEQUENCE,
-    "n_ctx": _SEQUENCE,
-    "block_size": _SEQUENCE,
-    "max_seq_length": _SEQUENCE,
-    "max_length": _SEQUENCE,
+    "n_positions n_ctx block_size max_seq_length max_length": (
+        "batch.sequence_length, in tokens; model.max_position_embeddings if the model is for longer ones"
+    ),
     "bias": "model.use_bias",
     "attn_pdrop": "model.attention_dropout",
-    "resid_pdrop": "model.dropout",
-    "embd_pdrop": "model.dropout",
+    "resid_pdrop embd_pdrop": "model.dropout",
     "batch_size": "batch.tokens_per_step, in tokens of all processes; batch.micro_batch_size, in sequences of one",
     "device_batch_size": "batch.micro_batch_size, in sequences; auto chooses it",
-    "per_device_train_batch_size": "batch.micro_batch_size, in sequences; auto chooses it. The whole batch is"
-    " batch.tokens_per_step",
+    "per_device_train_batch_size": (
+        "batch.micro_batch_size, in sequences; auto chooses it. The whole batch is batch.tokens_per_step"
+    ),
     "per_device_eval_batch_size": "evaluations take batch.micro_batch_size",
-    "gradient_accumulation_steps": _ACCUMULATION,
-    "num_train_epochs": "train.max_epochs",
-    "epochs": "train.max_epochs",
+    "gradient_accumulation_steps": (
+        "it follows from batch.tokens_per_step, batch.micro_batch_size and the number of processes"
+    ),
+    "num_train_epochs epochs": "train.max_epochs",
     "weight_decay": "optim.weight_decay (of matrices); schedule.weight_decay is how it changes over the run",
     "wd": "optim.weight_decay",
     "beta1": "optim.betas, a list of two; optim.momentum is Muon's",
-    "beta2": "optim.betas, a list of two",
-    "adam_beta1": "optim.betas, a list of two",
-    "adam_beta2": "optim.betas, a list of two",
+    "beta2 adam_beta1 adam_beta2": "optim.betas, a list of two",
     "adam_epsilon": "optim.eps",
     "grad_clip": "train.max_grad_norm",
-    "optim": "optim.name",
-    "optimizer": "optim.name",
-    "bf16": _MIXED,
-    "fp16": _MIXED,
-    "dtype": _MIXED,
+    "optim optimizer": "optim.name",
+    "bf16 fp16 dtype": "train.mixed_precision: no, bf16 or fp16; by default what the hardware is fast at",
     "tf32": "hfgolf sets it by itself; train.mixed_precision chooses the precision of autocast",
     "torch_compile": "train.compile",
     "seed": "run.seed",
     "data_seed": "run.seed, which is also that of the order of the data",
-    "out_dir": "run.output_dir, which holds the folders of runs, and run.name",
-    "output_dir": "run.output_dir, which holds the folders of runs, and run.name",
+    "out_dir output_dir": "run.output_dir, which holds the folders of runs, and run.name",
     "run_name": "run.name, also in trackers",
-    "logging_steps": "train.log_every_steps",
-    "log_interval": "train.log_every_steps",
-    "eval_steps": "train.eval_every_steps",
-    "eval_interval": "train.eval_every_steps",
+    "logging_steps log_interval": "train.log_every_steps",
+    "eval_steps eval_interval eval_strategy": "train.eval_every_steps",
     "eval_iters": "train.eval_tokens, in tokens",
-    "eval_strategy": "train.eval_every_steps",
-    "save_steps": "train.save_every_steps; or train.save_every_minutes",
-    "save_strategy": "train.save_every_steps; or train.save_every_minutes",
+    "save_steps save_strategy": "train.save_every_steps; or train.save_every_minutes",
     "save_total_limit": "train.keep_last",
     "resume_from_checkpoint": "train.resume: auto, latest or the path of a checkpoint",
     "early_stopping_patience": "train.patience_evals",
-    "report_to": _TRACKERS,
-    "wandb": _TRACKERS,
-    "wandb_log": _TRACKERS,
+    "report_to wandb wandb_log": "track.trackers, a list such as [wandb]",
     "wandb_project": "track.project",
     "wandb_run_name": "run.name",
     "dataset": "data.files for text of yours, data.hub_name for a dataset of the Hub, as user/name",
@@ -97,38 +76,17 @@ OTHER_NAMES: dict[str, str] = {
     "model_name_or_path": "model.init_from to start from weights; model.architecture for another architecture",
     "device": "accelerate chooses it; `accelerate config` or CUDA_VISIBLE_DEVICES",
 }
+OTHER_NAMES = {name: answer for names, answer in _ANSWERS.items() for name in names.split()}
 """{name elsewhere: the key here, and how it differs}."""
 
 MOVED_TO_OVERRIDES: dict[str, Any] = {
-    "rope_theta": 10_000.0,
-    "activation_slope": 0.5,
-    "logit_soft_cap": None,
-    "norm_eps": 1e-6,
-    "norm_weight": True,
-    "query_gain": None,
-    "branch_scale": False,
-    "embedding_residual": False,
-    "unet_skips": None,
-    "tied_embedding_std": None,
-    "matrix_init": "normal",
-    "rope_dims": None,
-    "norm_depth_scale": False,
-    "exclude_self_value": 0,
-    "parallel_from": None,
-    "lanes": False,
-    "loop": None,
-    "head_gate": None,
-    "head_gate_scale": 1.0,
-    "head_gate_peak": 1.0,
-    "smear_gate": None,
-    "attention_span": "stream",
-    "bigram_buckets": None,
-    "bigram_size": 112,
-    "value_embedding_layers": 0,
-    "value_embedding_size": 128,
-    "embedding_size": None,
-    "soft_cap_form": "tanh",
-    "logit_soft_cap_negative": None,
+    **dict.fromkeys(("logit_soft_cap", "logit_soft_cap_negative", "query_gain", "unet_skips", "tied_embedding_std")),
+    **dict.fromkeys(("rope_dims", "parallel_from", "loop", "head_gate", "smear_gate", "bigram_buckets")),
+    **dict.fromkeys(("branch_scale", "embedding_residual", "norm_depth_scale", "lanes"), False),
+    **{"rope_theta": 10_000.0, "activation_slope": 0.5, "norm_eps": 1e-6, "norm_weight": True},
+    **{"head_gate_scale": 1.0, "head_gate_peak": 1.0, "attention_span": "stream", "exclude_self_value": 0},
+    **{"bigram_size": 112, "value_embedding_layers": 0, "value_embedding_size": 128, "embedding_size": None},
+    **{"matrix_init": "normal", "soft_cap_form": "tanh"},
 }
 """{field of golf that was a key of the section model: its default, which files of earlier versions list}."""
 
@@ -154,32 +112,44 @@ def is_earlier(key: str) -> bool:
     return key in GONE or (key.startswith("model.") and key.removeprefix("model.") in MOVED_TO_OVERRIDES)
 
 
-def laid_over(below: Mapping[str, Any], layer: Mapping[str, Any]) -> tuple[dict[str, Any], set[str]]:
-    """Return {"section.key": value} of a layer over those below, by the keys of this version, and the keys it sets.
+def laid_over(below: Mapping[str, Any], layer: Mapping[str, Any]) -> tuple[dict[str, Any], set[str], dict[str, Any]]:
+    """Return {"section.key": value} of a layer over those below, by the keys of this version; the keys it sets; and
+    {earlier key: value} of those that moved.
 
     What moved, and "model.overrides.NAME", become fields of the mapping model.overrides. A key of an earlier version
     that has its default sets nothing, unless its field is set below. One that is gone stays if it has another value.
     """
-    values, said = dict(below), set()
+    values, said, moved = dict(below), set[str](), dict[str, Any]()
+    layer = {key: _read(key, value) for key, value in layer.items()}
     if "optim.ema_decay" in layer:
         values.pop(HALF_LIFE, None)
-    whole = {key: value for key, value in layer.items() if key == "model.overrides"}
     # a file of an earlier version states all defaults; its own overrides win over them
     only_below = _overrides(below).keys() - _overrides(layer).keys()
-    for key, value in (whole | dict(layer)).items():
+    for key, value in sorted(layer.items(), key=lambda item: item[0] != "model.overrides"):
         name = key.removeprefix("model.").removeprefix("overrides.")
-        fields = values.get("model.overrides", {})
         if key in GONE and _is(value, GONE[key][0]):
             values.pop(key, None)
         elif key in GONE or not (is_earlier(key) or key.startswith("model.overrides.")):
             values[key] = value
             said.add("optim.ema_decay" if key == HALF_LIFE else key)
-        elif isinstance(fields, dict) and not (
-            is_earlier(key) and name not in only_below and _is(value, MOVED_TO_OVERRIDES[name])
-        ):
-            values["model.overrides"] = {**fields, name: value}
-            said.add("model.overrides")
-    return values, said
+        elif not is_earlier(key) or name in only_below or not _is(value, MOVED_TO_OVERRIDES[name]):
+            moved |= {key: value} if is_earlier(key) else {}
+            if isinstance(fields := values.get("model.overrides", {}), dict):  # else the config refuses it
+                values["model.overrides"] = {**fields, name: value}
+                said.add("model.overrides")
+    return values, said, moved
+
+
+def _read(key: str, value: Any) -> Any:
+    """Return a value as the type of its key reads it, which of a field of the model is that of its default."""
+    if key == "model.overrides" and isinstance(value, Mapping):
+        return {name: _read(f"{key}.{name}", inner) for name, inner in value.items()}
+    name = key.removeprefix("model.").removeprefix("overrides.")
+    if key in KEY_TYPES:
+        return plain(value, KEY_TYPES[key])
+    if key in GONE:
+        return plain(value, type(GONE[key][0]))
+    return plain(value, type(MOVED_TO_OVERRIDES[name]) if name in MOVED_TO_OVERRIDES else Any)
 
 
 def _overrides(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -192,12 +162,17 @@ def _is(value: Any, default: Any) -> bool:
 
 
 def with_ema_decay(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with optim.ema_decay in place of the half-life that earlier versions took as well."""
+    """Return the values with optim.ema_decay in place of the half-life that earlier versions took as well.
+
+    A half-life that can't be one stays. Of a batch.tokens_per_step that can't be one, the config says so.
+    """
     half_life, tokens_per_step = values.get(HALF_LIFE), values.get("batch.tokens_per_step", 4096)
-    if not isinstance(half_life, int | float) or not isinstance(tokens_per_step, int) or half_life <= 0:
+    if not has_type(half_life, Positive):
         return values
-    decay = float(0.5 ** (tokens_per_step / half_life))
-    return {key: value for key, value in values.items() if key != HALF_LIFE} | {"optim.ema_decay": decay}
+    others = {key: value for key, value in values.items() if key != HALF_LIFE}
+    if not has_type(tokens_per_step, KEY_TYPES["batch.tokens_per_step"]):
+        return others
+    return others | {"optim.ema_decay": float(0.5 ** (tokens_per_step / half_life))}
 
 
 def in_current_names(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,6 @@
-"""Parse `--config file.yaml --section.key value` into a checked RunConfig; turn a user's mistake into one clear line.
+"""Parse `--config file.yaml --section.key value` into a checked RunConfig, with the source of every value.
 
-Owns the order of file and command line, the source of every value (default, file, command line, code, accelerate,
-auto), and the nearest key to one that does not exist. The sections check the values.
+Owns the order of file and command line, and the nearest key to one that does not exist. The sections check values.
 """
 
 from __future__ import annotations
@@ -18,19 +17,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from hfgolf.config.other_names import (
     GONE,
     HALF_LIFE,
-    MOVED_TO_OVERRIDES,
     OTHER_NAMES,
     in_current_names,
     is_earlier,
     laid_over,
     with_ema_decay,
 )
-from hfgolf.config.sections import KEY_TYPES, SECTIONS, RunConfig, as_list
+from hfgolf.config.sections import KEY_TYPES, SECTIONS, RunConfig, as_list, has_type, plain, takes_text, type_parts
 from hfgolf.config.yaml_text import as_yaml, load_yaml, yaml_value
 from hfgolf.system.command import is_first_of_machine
 from hfgolf.system.errors import UserError
@@ -38,6 +36,8 @@ from hfgolf.system.redact import redact_values
 from hfgolf.system.wording import close_match, join_words, nearest, shortened
 
 logger = logging.getLogger(__name__)
+
+_FLAGS = ("-h", "--help", "--print_config")
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIGS = CONFIGS if CONFIGS.is_dir() else CONFIGS.parents[1] / "configs"  # beside the package in a checkout
@@ -106,19 +106,19 @@ def load_config(
     Raises UserError (one line) for a missing file, an unknown key, or a value of the wrong type or out of range.
     """
     argv = [f"--config={argv}"] if isinstance(argv, str | Path) else argv
-    arguments = _one_token_per_option(sys.argv[1:] if argv is None else argv)
+    arguments = one_token_per_option(sys.argv[1:] if argv is None else argv)
+    texts = [argument for argument in arguments if not argument.startswith("-")]
+    options = _options(arguments, where)
     if {"-h", "--help"} & {*arguments}:
         from hfgolf.config.reference import print_help
 
         print_help(description)
         sys.exit(0)
-    texts = [argument for argument in arguments if not argument.startswith("-")]
-    path, options = _take_config([argument for argument in arguments if argument.startswith("-")])
-    pairs = [_pair(option, where) for option in options if option != "--print_config"]
-    for key in [*(values or {}), *dict(pairs)]:
+    path = find_config(options.pop("config")) if "config" in options else None
+    stated = plain(dict(values or {}))
+    for key in [*stated, *options]:
         _check_key(key, where)
-    stated = {key: _plain(value) for key, value in (values or {}).items()}
-    stated |= {key: _typed(key, text, where) for key, text in pairs}
+    stated |= {key: _typed(key, text) for key, text in options.items()}
     if texts and "data.files" in stated:
         raise UserError(f"{texts[0]}: data.files names the text already; name all of it there.")
     stated |= {"data.files": texts} if texts else {}
@@ -136,44 +136,56 @@ def load_config(
     implied = _implied(below, stated)
     merged, said = _laid_over(below | implied, stated, where)
     sources |= dict.fromkeys(implied, "auto") | dict.fromkeys(said, where.removeprefix("the "))
-    if HALF_LIFE in merged:
-        merged, half_life = with_ema_decay(merged), merged[HALF_LIFE]
-        _say_once(f"{HALF_LIFE} {half_life} is now optim.ema_decay {merged['optim.ema_decay']}")
+    merged, half_life = with_ema_decay(merged), merged.get(HALF_LIFE)
     if not needs_limit:
         merged = {"train.max_steps": RunConfig().train.max_steps} | merged
     try:
         config = RunConfig.from_flat(merged)
     except UserError as error:
         raise _with_origin(error, sources, path, where) from None
+    if half_life is not None:
+        _say_once(f"{HALF_LIFE} {half_life} is now optim.ema_decay {config.optim.ema_decay}")
     if config.run.name is None:
         config = config.replace(run__name=Path(path).stem if path else "default")
     resolved = ResolvedConfig(config, sources).with_low_memory()
-    if "--print_config" in options:
+    if "--print_config" in arguments:
         print(resolved.to_yaml(), end="")
         sys.exit(0)
     return resolved
 
 
-def _pair(option: str, where: str) -> tuple[str, str]:
-    """Return the key and the text of an option."""
-    key, equals, text = option.partition("=")
-    if not key.startswith("--"):
-        raise UserError(f"{where}: {shortened(option)} is no option; options are --section.key VALUE.")
-    if not equals:
-        _check_key(key[2:], where)
-        raise UserError(f"{where}: {key} needs a value.")
-    return key[2:], text
+def _options(arguments: list[str], where: str) -> dict[str, str]:
+    """Return {key: its text} of the options, which have one token each; --config is one."""
+    found: dict[str, str] = {}
+    for option in arguments:
+        name, equals, text = option.partition("=")
+        key = name.removeprefix("--")
+        if not option.startswith("-") or option in _FLAGS:
+            continue
+        if key == name:
+            raise UserError(f"{where}: {shortened(option)} is no option; options are --section.key VALUE.")
+        if name in _FLAGS:
+            raise UserError(f"{where}: {name} takes no value.")
+        if key == "config" and key in found:
+            both = f"{found[key]}, {text}"
+            raise UserError(f"--config: named more than once ({both}); name one, and other values as options.")
+        if not equals and key != "config":
+            _check_key(key, where)
+        if not equals:
+            raise UserError(f"{where}: {name} needs a value.")
+        found[key] = text
+    return found
 
 
-def _typed(key: str, text: str, where: str) -> Any:
-    """Return the value of an option's text: YAML, but text as it stands for a key that takes any."""
+def _typed(key: str, text: str) -> Any:
+    """Return the value of an option's text: as it stands for a key that takes any, else YAML."""
     kind = KEY_TYPES.get(key)
-    parts = _parts(kind)
+    parts = type_parts(kind)
     if typing.get_origin(parts[0]) is list:
-        return as_list(yaml_value(text, f"{where}: {key}", as_text=True))
-    if str in parts:
+        return as_list(yaml_value(text, as_text=True))
+    if kind is not None and takes_text(kind):
         return None if text in ("null", "~") and type(None) in parts else text
-    return yaml_value(text, f"{where}: {key}") if text.strip() else text  # empty, as of an unset variable, is no null
+    return yaml_value(text) if text.strip() else text
 
 
 def _laid_over(below: Mapping[str, Any], layer: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]]:
@@ -181,12 +193,9 @@ def _laid_over(below: Mapping[str, Any], layer: Mapping[str, Any], where: str) -
 
     where: the file or the command line. Raises UserError for a value that can't be set any more.
     """
-    values, said = laid_over(below, layer)
+    values, said, moved = laid_over(below, layer)
     for key in with_ema_decay(values).keys() & GONE.keys():
         raise UserError(f"{where}: {key} is gone; {GONE[key][1]}.")
-    names = [key for key in layer if is_earlier(key) and key.removeprefix("model.") in MOVED_TO_OVERRIDES]
-    fields = values.get("model.overrides", {})
-    moved = {key: fields[key.removeprefix("model.")] for key in names if key.removeprefix("model.") in fields}
     if moved:
         new = as_yaml({key.removeprefix("model."): value for key, value in moved.items()})
         _say_once(f"{where}: {join_words(moved)} moved; now model.overrides: {new}")
@@ -197,14 +206,6 @@ def _laid_over(below: Mapping[str, Any], layer: Mapping[str, Any], where: str) -
 def _say_once(line: str) -> None:
     if is_first_of_machine():
         logger.warning("%s", line)
-
-
-def _take_config(options: list[str]) -> tuple[str | None, list[str]]:
-    """Return the path of the config that the options name, if any, and the other options."""
-    named = [option.removeprefix("--config=") for option in options if option.startswith("--config=")]
-    if len(named) > 1:
-        raise UserError(f"--config: named more than once ({join_words(named)}); name one, and other values as options.")
-    return (find_config(named[0]) if named else None), [o for o in options if not o.startswith("--config=")]
 
 
 def shipped_base(starts_elsewhere: bool) -> ResolvedConfig:
@@ -276,75 +277,39 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return flat
 
 
-def _plain(value: Any) -> Any:
-    """Return a value of Python code as YAML has it: paths as text, tuples as lists, numpy's numbers as Python's."""
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    is_number = type(value).__module__ == "numpy" and getattr(value, "shape", None) == ()
-    return value.item() if is_number else value
-
-
 def read_settings(path: str | Path) -> dict[str, Any]:
     """Return what `read_yaml` does, without keys that this version does not know and values of the wrong type."""
     values = in_current_names(read_yaml(path))
-    return {key: value for key, value in values.items() if key in KEY_TYPES and _fits(value, _adapter(key))}
+    return {key: value for key, value in values.items() if key in KEY_TYPES and has_type(value, KEY_TYPES[key])}
 
 
-def has_type(value: Any, kind: Any) -> bool:
-    """Return whether a value read from YAML or JSON fits a type annotation, with its bounds."""
-    return _fits(value, TypeAdapter(kind, config=ConfigDict(strict=True)))
-
-
-@functools.cache
-def _adapter(key: str) -> TypeAdapter[Any]:
-    return TypeAdapter(KEY_TYPES[key], config=ConfigDict(strict=True))
-
-
-def _fits(value: Any, adapter: TypeAdapter[Any]) -> bool:
-    try:
-        adapter.validate_python(value)
-    except ValidationError:
-        return False
-    return True
-
-
-def split_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the options `--section.key`, one token each, and the other arguments.
-
-    For scripts that also take paths: argparse would take the value of an option that it does not know for a path.
-    """
-    others: list[str] = []
-    return _one_token_per_option(arguments, others), others
-
-
-def _one_token_per_option(arguments: Sequence[str], others: list[str] | None = None) -> list[str]:
-    """Rewrite every option as `--key=value`, and `--data.files a b` (an expanded glob) as one YAML list.
-
-    others: takes the arguments that are no options `--section.key`; None: they stay.
-    """
+def one_token_per_option(arguments: Sequence[str]) -> list[str]:
+    """Rewrite every option of a config as `--key=value`, and `--data.files a b` (an expanded glob) as one YAML list."""
     tokens: list[str] = []
-    arguments = list(arguments)
-    while arguments:
-        key, equals, value = (argument := arguments.pop(0)).partition("=")
-        if argument == "--" and others is None:  # what follows are texts
-            return [*tokens, *(f"./{text}" if text.startswith("-") else text for text in arguments)]
-        if others is not None and not (key.startswith("--") and "." in key):
-            others.append(argument)
+    rest = list(arguments)
+    while rest:
+        key, equals, value = (argument := rest.pop(0)).partition("=")
+        if argument == "--":  # what follows are texts
+            return [*tokens, *(f"./{text}" if text.startswith("-") else text for text in rest)]
+        if not is_option(argument):
+            tokens.append(argument)
             continue
-        values = [value] if equals else list(itertools.takewhile(lambda a: not a.startswith("--"), arguments))
-        is_list = typing.get_origin(_parts(KEY_TYPES.get(key[2:]))[0]) is list
-        if not equals and key.startswith("--"):
+        values = [value] if equals else list(itertools.takewhile(lambda a: not a.startswith("--"), rest))
+        is_list = typing.get_origin(type_parts(KEY_TYPES.get(key[2:]))[0]) is list
+        if not equals:
             values = values if is_list else values[:1]
-            del arguments[: len(values)]
-        elif not equals:
-            values = []
+            del rest[: len(values)]
         is_yaml = len(values) == 1 and values[0].startswith("[") and not os.path.lexists(values[0])  # [draft].txt
         if is_list and values and not is_yaml:
             values = [as_yaml(values)]
         tokens.append("=".join([key, *values]))
     return tokens
+
+
+def is_option(argument: str) -> bool:
+    """Return whether an argument is an option of a config: --config, or --section.key."""
+    name = argument.partition("=")[0]
+    return name == "--config" or (name.startswith("--") and "." in name)
 
 
 def is_key(key: str) -> bool:
@@ -374,12 +339,3 @@ def _with_origin(error: UserError, sources: Mapping[str, str], path: str | None,
         return UserError(f"{error} It is from {origin}.")
     is_of_one_key = isinstance(error.__cause__, ValidationError)
     return UserError(f"{path if origin == 'file' else where}: {error}") if is_of_one_key else error
-
-
-def _parts(kind: Any) -> list[Any]:
-    """Return the types in a config type, without bounds: list[str] alone, or str and None in `str | None`."""
-    arguments = typing.get_args(kind)
-    if typing.get_origin(kind) is typing.Annotated:
-        return _parts(arguments[0])
-    is_one = not arguments or typing.get_origin(kind) in (list, dict, tuple, typing.Literal)
-    return [kind] if is_one else [part for argument in arguments for part in _parts(argument)]

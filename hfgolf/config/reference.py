@@ -1,8 +1,6 @@
-"""What is generated from config/sections.py, every key with its values, default and meaning: docs/config.md, the help
-and the JSON Schema.
+"""Generate docs/config.md, configs/schema.json and the help from the docstrings and types of config/sections.py.
 
-`python -m hfgolf.config.reference` prints the page, and with `--schema` configs/schema.json. The meanings are the
-docstrings.
+`python -m hfgolf.config.reference` prints the page, and with `--schema` the JSON Schema.
 """
 
 from __future__ import annotations
@@ -15,8 +13,8 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
+from hfgolf.config.other_names import GONE, MOVED_TO_OVERRIDES
 from hfgolf.config.sections import KEY_TYPES, SECTIONS, RunConfig, describe_type
 from hfgolf.config.yaml_text import as_yaml
 
@@ -34,7 +32,9 @@ Editors that know JSON Schema complete and check a config that begins with
 Every key is also an option, such as `--optim.learning_rate 3e-4`. The command line wins over the file, in whatever
 order they come, and the file over the default. Of a key given twice, the last value counts. `--help` explains every
 key, and `--print_config` prints the outcome. An unknown key or a wrong value gives one line that names the right one.
-Values are YAML 1.2: `no` and `yes` are text, `010` is ten, `1e-5` is a number.
+Values are YAML 1.2: `010` is ten, `1e-5` is a number. Text for a key that takes a number, true or false is read as
+YAML, too: `'1e-5'` is a number there, and `yes`, `no`, `on` and `off` are true and false. Elsewhere they are text, as a
+number is in quotes.
 
 The default model is a modern block: RMSNorm, rotary positions, normed queries and keys, squared ReLU, no biases, and
 output projections that start at zero. These options make it GPT-2, to 1e-5 in the logits:
@@ -56,8 +56,9 @@ def markdown() -> str:
         lines += ["", f"## {section}", "", " ".join(str(config.__doc__).split())]
         lines += ["", "| key | values | default | meaning |", "|---|---|---|---|"]
         for key, meaning in docstrings(config).items():
-            values, default = describe_type(KEY_TYPES[f"{section}.{key}"]), as_yaml(default_of(config, key))
-            lines.append(f"| `{key}` | {values} | `{default}` | {escaped(meaning)} |")
+            values, default = describe_type(KEY_TYPES[f"{section}.{key}"]), as_yaml(config.model_fields[key].default)
+            meaning = re.sub(r"([*<|])", r"\\\1", meaning)  # which Markdown would read
+            lines.append(f"| `{key}` | {values} | `{default}` | {meaning} |")
     return "\n".join(lines) + "\n"
 
 
@@ -70,6 +71,11 @@ def schema() -> str:
         for key, meaning in docstrings(config).items():
             section["properties"][key]["description"] = meaning
             section["properties"][key].pop("title")
+    moved = {f"model.{name}": f"now model.overrides.{name}" for name in MOVED_TO_OVERRIDES}
+    for dotted, meaning in (moved | {key: advice for key, (_, advice) in GONE.items()}).items():
+        name, key = dotted.split(".")
+        section = content["$defs"][SECTIONS[name].__name__]
+        section["properties"][key] = {"deprecated": True, "description": meaning}
     return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **content}, indent=1) + "\n"
 
 
@@ -85,7 +91,7 @@ def print_help(description: str) -> None:
     for section, config in SECTIONS.items():
         group = parser.add_argument_group(section, config.__doc__)
         for key, meaning in docstrings(config).items():
-            values, default = describe_type(KEY_TYPES[f"{section}.{key}"]), as_yaml(default_of(config, key))
+            values, default = describe_type(KEY_TYPES[f"{section}.{key}"]), as_yaml(config.model_fields[key].default)
             text = f"{meaning} ({values}; default: {default})".replace("%", "%%")
             group.add_argument(f"--{section}.{key}", metavar="VALUE", help=text)
     parser.print_help()
@@ -100,16 +106,6 @@ def docstrings(config: type) -> dict[str, str]:
         for key, text in itertools.pairwise(definition.body)
         if isinstance(key, ast.AnnAssign) and isinstance(key.target, ast.Name) and isinstance(text, ast.Expr)
     }
-
-
-def default_of(config: Any, key: str) -> Any:
-    """Return the default of a key."""
-    return config.model_fields[key].default
-
-
-def escaped(text: str) -> str:
-    """Return text that Markdown shows as it is in a cell of a table."""
-    return re.sub(r"([*<|])", r"\\\1", text)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
-"""The shapes of learning rate schedules: one entry is all that a new one takes.
+"""The shapes of learning rate schedules: their names, the values of schedule.name, and their formulas.
 
-Owns their names, which are the values of schedule.name, and their formulas: plain arithmetic. Knows no config and no
-optimizer; optim/schedule.py adds the warmup and says how far a run is.
+One entry is all that a new one takes. optim/schedule.py adds the warmup and says how far a run is.
 """
 
 from __future__ import annotations

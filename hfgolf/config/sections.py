@@ -1,22 +1,31 @@
-"""The config of a run: one frozen section per part of it.
+"""The keys of a config, in one frozen section per part: meanings, defaults, types and bounds, and these in words.
 
-Owns the keys, their meanings, defaults, types and bounds, and how these read in words. Does not know how users set
-them (see parse.py) or what they do. Imports nothing heavy, so `--help` is quick. The docstring under each key is its
-`--help` text.
+Does not know how users set them (parse.py) or what they do. The docstring under a key is its `--help` text.
 """
 
 from __future__ import annotations
 
 import math
+import os
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from pydantic.fields import FieldInfo
 
 from hfgolf.config.schedules import ScheduleName
+from hfgolf.config.yaml_text import yaml_value
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import join_words, shortened
 
@@ -43,6 +52,56 @@ def _known(value: Any) -> Any:
 def as_list(value: Any) -> Any:
     """Return a text alone as a list of one, and a tuple as a list."""
     return [value] if isinstance(value, str) else list(value) if isinstance(value, tuple) else value
+
+
+def plain(value: Any, kind: Any = Any) -> Any:
+    """Return a value as YAML has it: paths as text, arrays and tuples as lists, numpy's numbers as Python's.
+
+    kind: the type of its key. Text for one that takes none is what YAML 1.2 reads in it, and for true or false also
+    YAML 1.1, which earlier versions read: yes, no, on and off. For one of names with no, false is no, as it was then.
+    """
+    value = value.tolist() if hasattr(value, "tolist") else value
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, Mapping):
+        return {plain(name): plain(inner) for name, inner in value.items()}
+    parts = type_parts(kind)
+    if isinstance(value, list | tuple):
+        inner = typing.get_args(parts[0])[0] if typing.get_origin(parts[0]) in (list, tuple) else Any
+        return [plain(item, inner) for item in value]
+    names = [name for part in parts if typing.get_origin(part) is Literal for name in typing.get_args(part)]
+    truth = {"yes": True, "on": True, "no": False, "off": False}.get(value.lower()) if isinstance(value, str) else value
+    if truth is False and "no" in names:
+        return "no"
+    if not isinstance(value, str) or takes_text(kind) or value in names or not value.strip():
+        return value  # empty text, as of a variable that is not set, is no null
+    return truth if isinstance(truth, bool) and bool in parts else yaml_value(value)
+
+
+def type_parts(kind: Any) -> list[Any]:
+    """Return the types in a config type, without bounds: list[str] alone, or str and None in `str | None`."""
+    arguments = typing.get_args(kind)
+    if typing.get_origin(kind) is Annotated:
+        return type_parts(arguments[0])
+    is_one = not arguments or typing.get_origin(kind) in (list, dict, tuple, Literal)
+    return [kind] if is_one else [part for argument in arguments for part in type_parts(argument)]
+
+
+def takes_text(kind: Any) -> bool:
+    """Return whether a key of this type takes any text, for its value or in a list."""
+    return any(
+        part in (str, Any) or (typing.get_origin(part) is list and takes_text(typing.get_args(part)[0]))
+        for part in type_parts(kind)
+    )
+
+
+def has_type(value: Any, kind: Any) -> bool:
+    """Return whether a value read from YAML or JSON fits a type annotation, with its bounds."""
+    try:
+        TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
+    except ValidationError:
+        return False
+    return True
 
 
 def _short(name: str) -> str:
@@ -81,17 +140,17 @@ def shown(value: object) -> str:
     return names[value] if value is None or isinstance(value, bool) else " ".join(shortened(value).split())
 
 
-def refusal(key: str, value: object, allowed: str) -> UserError:
-    """Return the error that says in one line which key, which value, and what is allowed."""
-    return UserError(f"{key}: {shown(value)} is not allowed; allowed: {allowed}.")
+def refusal(key: str, value: object, allowed: str) -> str:
+    """Say in one line which key, which value, and what is allowed."""
+    return f"{key}: {shown(value)} is not allowed; allowed: {allowed}."
 
 
 def describe_type(kind: Any) -> str:
     """Describe the type of a key in words, with its bounds."""
-    plain: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-    plain[type(None)] = "null"
-    if kind in plain:
-        return plain[kind]
+    words: dict[Any, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+    words[type(None)] = "null"
+    if kind in words:
+        return words[kind]
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         field = next((part for part in arguments if isinstance(part, FieldInfo)), FieldInfo())
@@ -120,10 +179,21 @@ class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan
     """Keys with their types and bounds. A value that these do not allow raises UserError, in one line."""
 
     def __init__(self, **values: Any) -> None:
+        kinds = {key: field.annotation for key, field in type(self).model_fields.items()}
         try:
-            super().__init__(**values)
+            super().__init__(**{key: plain(value, kinds.get(key, Any)) for key, value in values.items()})
         except ValidationError as error:
             raise self._explained(error) from error
+
+    def _problems(self) -> Iterator[str]:
+        """Say what does not go together, in one line each."""
+        return iter(())
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        for problem in self._problems():
+            raise UserError(problem)
+        return self
 
     @classmethod
     def _explained(cls, error: ValidationError) -> UserError:
@@ -133,8 +203,13 @@ class Section(BaseModel, frozen=True, extra="forbid", strict=True, allow_inf_nan
         key = f"{cls.__name__.removesuffix('Section').lower()}.{name}" if cls.__name__ != "RunConfig" else name
         if first["type"] == "extra_forbidden":
             return UserError(f"{key}: there is no such key.")
-        allowed = describe_type(key_types(cls)[name])
-        return refusal(key, value, allowed.replace("text", _IN_UTF8, 1) if isinstance(value, str) else allowed)
+        kind = key_types(cls)[name]
+        allowed = describe_type(kind)
+        if isinstance(value, str):
+            allowed = allowed.replace("text", _IN_UTF8, 1)
+        elif isinstance(value, int | float) and takes_text(kind):
+            allowed += "; put text in quotes"
+        return UserError(refusal(key, value, allowed))
 
     def replace(self, **values: Any) -> Self:
         """Return a checked copy with the values replaced."""
@@ -224,38 +299,28 @@ class DataSection(Section, frozen=True):
     the text."""
     cache_dir: Text | None = None
     """Folder of the token cache; null: <HF_HOME>/hfgolf."""
-    in_memory: Literal["auto", True, False] = "auto"
+    in_memory: Auto | bool = "auto"
     """true: copy the tokens into RAM; false: memory-map them; auto: decide by their size and the free memory."""
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """DataLoader worker processes; 0: load batches in the training process."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.source in ("files", "shards") and not self.files:
-            raise UserError(
-                f"data.files is empty, but data.source is {self.source}; name at least one path, folder, glob or URL."
-            )
+            yield f"data.files is empty, but data.source is {self.source}; name at least one path, folder, glob or URL."
         if self.source == "shards" and not self.val_files:
-            raise UserError("data.val_files is empty, but data.source is shards; name the validation shards.")
+            yield "data.val_files is empty, but data.source is shards; name the validation shards."
         if self.source != "shards" and (self.val_bytes_files or self.separator_id is not None):
-            raise UserError(
-                f"data.val_bytes_files and data.separator_id require data.source shards, not {self.source}."
-            )
+            yield f"data.val_bytes_files and data.separator_id require data.source shards, not {self.source}."
         is_cut = self.split == "contiguous" and not self.val_files
         for name in ("ids_column", "messages_column"):
             if getattr(self, name) is not None and (self.source not in ("hub", "files") or is_cut):
-                raise UserError(
-                    f"data.{name} requires data.source hub or files, and data.split documents or data.val_files."
-                )
+                yield f"data.{name} requires data.source hub or files, and data.split documents or data.val_files."
         if self.ids_column is not None and self.messages_column is not None:
-            raise UserError("data.ids_column and data.messages_column are both set; name one of them.")
+            yield "data.ids_column and data.messages_column are both set; name one of them."
         if self.source == "hub" and not self.hub_name:
-            raise UserError(
-                "data.hub_name is null, but data.source is hub; name a dataset, such as roneneldan/TinyStories."
-            )
+            yield "data.hub_name is null, but data.source is hub; name a dataset, such as roneneldan/TinyStories."
         if self.source not in ("files", "shards") and (self.files or self.val_files):
-            raise UserError(f"data.files and data.val_files require data.source files or shards, not {self.source}.")
-        return self
+            yield f"data.files and data.val_files require data.source files or shards, not {self.source}."
 
 
 class TokenizerSection(Section, frozen=True):
@@ -271,17 +336,11 @@ class TokenizerSection(Section, frozen=True):
     case_operators: bool = False
     """With bpe: capital letters become operators and lower-case letters, without loss; see docs/experiments.md."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.case_operators and self.kind != "bpe":
-            raise UserError(
-                f"tokenizer.case_operators: true requires tokenizer.kind bpe, not {self.kind}, whose entries are given."
-            )
+            yield f"tokenizer.case_operators: true requires tokenizer.kind bpe; the entries of {self.kind} are given."
         if self.kind == "pretrained" and not self.name_or_path:
-            raise UserError(
-                "tokenizer.name_or_path is null, but tokenizer.kind is pretrained; name a tokenizer, such as gpt2."
-            )
-        return self
+            yield "tokenizer.name_or_path is null, but tokenizer.kind is pretrained; name a tokenizer, such as gpt2."
 
     @property
     def max_vocab_size(self) -> int:
@@ -346,28 +405,24 @@ class ModelSection(Section, frozen=True):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: saves memory, costs about a third more compute."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         heads, width = self.num_attention_heads, self.hidden_size
         if width % heads:
             near = _nearest_multiples(width, heads)
-            raise UserError(
-                f"model.hidden_size: {width} is not divisible by model.num_attention_heads {heads}; try {near}."
-            )
+            yield f"model.hidden_size: {width} is not divisible by model.num_attention_heads {heads}; try {near}."
         if self.num_key_value_heads and heads % self.num_key_value_heads:
             allowed = join_words(n for n in range(1, heads + 1) if heads % n == 0)
-            raise UserError(
+            yield (
                 f"model.num_key_value_heads: {self.num_key_value_heads} does not divide"
                 f" model.num_attention_heads {heads}; allowed: {allowed}."
             )
         of_golf = type(self).model_fields.items() if self.architecture != "golf" else ()
         for key, field in of_golf:
             if key not in _KEYS_OF_ANY_ARCHITECTURE and getattr(self, key) != field.default:
-                raise UserError(
+                yield (
                     f"model.{key}: it is an option of architecture golf, and model.architecture is {self.architecture};"
                     " leave its default, or use model.overrides."
                 )
-        return self
 
 
 def model_key(name: str) -> str:
@@ -391,19 +446,17 @@ class BatchSection(Section, frozen=True):
     """Tokens of the training, counted from its start, that are read in segments; null: all. It has no effect without
     batch.segment_length."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         length, segment = self.sequence_length, self.segment_length
         if segment is not None and segment < length and length % segment:
             divisor = f"null, a divisor of batch.sequence_length {length}, or more than it (which changes nothing)"
-            raise refusal("batch.segment_length", segment, divisor)
+            yield refusal("batch.segment_length", segment, divisor)
         if self.tokens_per_step % self.sequence_length:
             near = _nearest_multiples(self.tokens_per_step, self.sequence_length)
-            raise UserError(
+            yield (
                 f"batch.tokens_per_step: {self.tokens_per_step} is not a multiple of"
                 f" batch.sequence_length {self.sequence_length}; try {near}."
             )
-        return self
 
     @property
     def is_segmented(self) -> bool:
@@ -501,17 +554,15 @@ class OptimSection(Section, frozen=True):
     ema_export: bool = False
     """Use the averaged weights instead of the raw ones to choose the best step, stop early and export."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.newton_schulz_coefficients == "polar_express" and self.newton_schulz_steps > 5:
             allowed = "at most 5 with optim.newton_schulz_coefficients polar_express"
-            raise refusal("optim.newton_schulz_steps", self.newton_schulz_steps, allowed)
+            yield refusal("optim.newton_schulz_steps", self.newton_schulz_steps, allowed)
         for name, largest in (("momentum", self.momentum), ("betas", max(self.betas))):
             if self.state_dtype == "bf16" and largest > 0.98:
-                raise refusal(f"optim.{name}", largest, "at most 0.98 with optim.state_dtype bf16")
+                yield refusal(f"optim.{name}", largest, "at most 0.98 with optim.state_dtype bf16")
         if self.ema_export and not self.has_ema:
-            raise UserError("optim.ema_export is true, but there is no EMA; set optim.ema_decay.")
-        return self
+            yield "optim.ema_export is true, but there is no EMA; set optim.ema_decay."
 
     @property
     def has_ema(self) -> bool:
@@ -551,7 +602,7 @@ class TrainSection(Section, frozen=True):
     mixed_precision: Literal["no", "bf16", "fp16"] | None = None
     """null: the setting of `accelerate` if there is one, else bf16 if the hardware is fast at it, else fp16 on a GPU of
     compute capability 7 (V100, T4), else no (fp32)."""
-    compile: Literal["auto", True, False] = "auto"
+    compile: Auto | bool = "auto"
     """Use torch.compile; auto: if a compiler is available and the run is long enough to pay for compiling."""
     cpu_threads: Annotated[int, Field(ge=1, le=1024)] | Auto = "auto"
     """Threads per CPU process; auto: divide the cores among the processes (`accelerate launch` would set 1)."""
@@ -597,14 +648,12 @@ class TrainSection(Section, frozen=True):
     deterministic: bool = False
     """Use deterministic GPU kernels (slower); a run on one CPU process is always reproducible."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if all(limit is None for limit in (self.max_steps, self.max_tokens, self.max_epochs, self.max_minutes)):
-            raise UserError(
+            yield (
                 "train: the run has no limit; set train.max_steps, train.max_tokens, train.max_epochs or"
                 " train.max_minutes."
             )
-        return self
 
 
 class TrackSection(Section, frozen=True):
@@ -638,11 +687,9 @@ class HubSection(Section, frozen=True):
     language: Languages = []
     """Languages of the text for the model card: codes of ISO 639 such as en or deu, also code and multilingual."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.push and not self.repo_id:
-            raise UserError("hub.repo_id is null, but hub.push is true; name the repository, as user/name.")
-        return self
+            yield "hub.repo_id is null, but hub.push is true; name the repository, as user/name."
 
 
 class GolfSection(Section, frozen=True):
@@ -665,11 +712,9 @@ class GolfSection(Section, frozen=True):
     qat_fraction: Fraction = 0.0
     """Last fraction of a run that trains with its matrices rounded to the grid that golf.budget_bytes allows."""
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.qat_fraction and self.budget_bytes is None:
-            raise UserError("golf.budget_bytes is null, but golf.qat_fraction is set; state the bytes to train for.")
-        return self
+            yield "golf.budget_bytes is null, but golf.qat_fraction is set; state the bytes to train for."
 
 
 class RunConfig(Section, frozen=True):
@@ -687,55 +732,50 @@ class RunConfig(Section, frozen=True):
     hub: HubSection = HubSection()
     golf: GolfSection = GolfSection()
 
-    @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _problems(self) -> Iterator[str]:
         if self.schedule.loop_start and self.model.overrides.get("loop") is None:
-            raise UserError("schedule.loop_start: it needs model.overrides.loop; set that, or leave it 0.")
+            yield "schedule.loop_start: it needs model.overrides.loop; set that, or leave it 0."
         if self.data.old_text and self.model.init_from is None:
-            raise UserError("data.old_text requires model.init_from: other weights know no text yet.")
+            yield "data.old_text requires model.init_from: other weights know no text yet."
         for key in ("qat_fraction", "forecast_every_steps"):
             if self.model.architecture != "golf" and getattr(self.golf, key):
-                raise UserError(f"golf.{key}: it needs model.architecture golf, not {self.model.architecture}.")
+                yield f"golf.{key}: it needs model.architecture golf, not {self.model.architecture}."
         has_tokens = self.data.source == "shards" or self.data.ids_column is not None
         if has_tokens and self.tokenizer.kind not in ("pretrained", "byte") and self.model.init_from is None:
             source = "source shards" if self.data.source == "shards" else "ids_column"
-            raise UserError(
+            yield (
                 f"tokenizer.kind: {self.tokenizer.kind} is trained on text, but data.{source} has only tokens; set"
                 " pretrained and tokenizer.name_or_path, or byte."
             )
         if self.batch.is_segmented and self.data.order == "sequential":
-            raise UserError(
+            yield (
                 f"batch.segment_length: {self.batch.segment_length} reads the text in another order than data.order"
                 " sequential; set batch.segment_length null, or data.order shuffled."
             )
         positions = self.model.max_position_embeddings
         if self.model.position_embedding == "learned" and positions and self.batch.sequence_length > positions:
-            raise UserError(
+            yield (
                 f"batch.sequence_length: {self.batch.sequence_length} is longer than the {positions} learned positions"
                 " of model.max_position_embeddings; make it shorter."
             )
         if self.data.messages_column is not None:
-            self._require_chat()
+            yield from self._problems_of_chat()
         if self.golf.qat_fraction and self.optim.ema_export:
-            raise UserError(
-                "optim.ema_export: true does not go with golf.qat_fraction, because averages are on no grid; drop one."
-            )
-        return self
+            yield "optim.ema_export: true does not go with golf.qat_fraction: averages are on no grid; drop one."
 
-    def _require_chat(self) -> None:
-        """Raise UserError for what does not go with data.messages_column."""
+    def _problems_of_chat(self) -> Iterator[str]:
         if self.tokenizer.kind == "bpe" and self.tokenizer.max_vocab_size < 261:
-            raise UserError(
+            yield (
                 f"tokenizer.vocab_size: {self.tokenizer.vocab_size} is too small for data.messages_column, which needs"
                 " 256 bytes and 5 special tokens; set 261 or more."
             )
         if self.golf.qat_fraction or self.golf.forecast_every_steps:
-            raise UserError(
+            yield (
                 "golf.qat_fraction and golf.forecast_every_steps do not go with data.messages_column, because golf"
                 " scores all of a text; leave them unset."
             )
         if self.model.overrides.get("attention_span") == "document" and self.tokenizer.kind == "pretrained":
-            raise UserError(
+            yield (
                 "model.overrides.attention_span: document does not go with data.messages_column and a pretrained"
                 " tokenizer, whose chat template may write the end of text inside a conversation; set stream."
             )

@@ -1,7 +1,6 @@
-"""Read and write YAML 1.2: files and single values, with one line for what is wrong.
+"""Read and write YAML 1.2: files and single values, with one line for what is wrong. Knows no key of a config.
 
-Owns the refusal of repeated keys, of aliases that expand without end, and of more than one document. Knows no key of a
-config.
+Refuses repeated keys, aliases that expand without end, and more than one document.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from ruamel.yaml import YAML
-from ruamel.yaml.constructor import SafeConstructor
+from ruamel.yaml.constructor import DuplicateKeyError, SafeConstructor
 from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import Node, ScalarNode
 
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import one_line, shortened
+from hfgolf.system.wording import one_line
 
 _MAX_VALUES = 100_000  # in one document, with aliases expanded
 
@@ -45,15 +44,12 @@ def load_yaml(path: str | Path, where: str, as_text: bool = False) -> Any:
         raise UserError(f"{where} is not YAML: {_problem(error)}.") from None
 
 
-def yaml_value(text: str, where: str, as_text: bool = False) -> Any:
-    """Return what YAML makes of an option's text. Raises UserError if it is not YAML. where: what messages call it."""
+def yaml_value(text: str, as_text: bool = False) -> Any:
+    """Return what YAML makes of a text, or the text itself if it is not YAML: then no key takes it but one for text."""
     try:
         return _construct(text, as_text)
-    except ValueError:  # 5,000 digits: no value of any key but a text
+    except (YAMLError, RecursionError, ValueError):  # ValueError: 5,000 digits
         return text
-    except (YAMLError, RecursionError) as error:
-        problem = "nested too deeply" if isinstance(error, RecursionError) else _problem(error)
-        raise UserError(f"{where}: {shortened(text)} is not YAML ({problem}).") from None
 
 
 def as_yaml(value: Any) -> str:
@@ -82,6 +78,8 @@ def _problem(error: Exception) -> str:
     """Return what is wrong, with its line, in one line."""
     mark = getattr(error, "problem_mark", None)
     context, problem = getattr(error, "context", None), getattr(error, "problem", None)
+    if isinstance(error, DuplicateKeyError):  # whose problem also shows both values, which are not made yet
+        problem, context = str(problem).partition(" with value ")[0], None
     problem = one_line(f"{context or ''} {problem}" if problem else error)
     problem = problem if len(problem) <= 200 else f"{problem[:200]}..."
     return problem if mark is None else f"line {mark.line + 1}: {problem}"

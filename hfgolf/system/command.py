@@ -1,7 +1,4 @@
-"""Run a command: its errors as one line, its exit status, and output whose reader may be gone.
-
-Knows no command. Imports nothing heavy.
-"""
+"""Run a command: its errors in one line, its status, and output whose reader may be gone; imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -27,7 +24,9 @@ def run_command(main: Callable[[], int | None]) -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):  # a sample holds any character, an old locale's terminal does not
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        _require_readable(sys.argv)
+        odd = next((word for word in sys.argv if not word.isprintable()), None)
+        if odd is not None and sys.getfilesystemencoding() != "utf-8":
+            raise UserError(f"the command line: this locale has no characters for {odd!r}; set LC_ALL=C.UTF-8.")
         status = main()
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -53,11 +52,6 @@ def run_command(main: Callable[[], int | None]) -> None:
             if not silence_if_closed(stream):  # else Python's flush at exit fails, and the status becomes 120
                 _refusal_of(stream, "")
     sys.exit(status)
-
-
-def _require_readable(words: list[str]) -> None:
-    if sys.getfilesystemencoding() != "utf-8" and (odd := next((w for w in words if not w.isprintable()), None)):
-        raise UserError(f"the command line: this locale has no characters for {odd!r}; set LC_ALL=C.UTF-8.")
 
 
 def _say(error: Exception) -> int:

@@ -1,7 +1,6 @@
-"""Write files that survive a power cut, and check them when they are read back.
+"""Write files that survive a power cut, and check them when they are read back, by their sizes and sha256.
 
-Owns the sequence of a durable write: temporary file, fsync, rename, fsync of the folder. A file with its final name is
-therefore complete. Also owns lists of files with their sizes and sha256. Does not know what the files contain.
+A file with its final name is complete: temporary file, fsync, rename, fsync of the folder.
 """
 
 from __future__ import annotations

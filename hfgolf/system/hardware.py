@@ -1,7 +1,6 @@
-"""What this machine is and what it can do: memory, cores, fast bf16, device names and peak FLOP/s.
+"""What this machine is and can do: memory, cores, fast bf16, device names and peak FLOP/s. Knows no model and no run.
 
-Anything in hfgolf may import this module: tokens, checkpoints, micro-batch and MFU must agree on these facts. It knows
-nothing about models or runs.
+Tokens, checkpoints, micro-batch and MFU must agree on these facts, so anything in hfgolf may import this module.
 """
 
 from __future__ import annotations
@@ -227,11 +226,6 @@ def synchronize(device: torch.device) -> None:
     """Wait until a GPU has done its work; a CPU is never behind."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def has_compiler(device: torch.device) -> bool:
-    """Return whether torch.compile works on this device."""
-    return missing_compiler(device) is None
 
 
 def missing_compiler(device: torch.device) -> str | None:

@@ -1,8 +1,7 @@
 """One decision for all ranks of a run, and one end: they exchange values, and a failure of one rank reaches the others.
 
-The exchange uses the store of torch's process group and no collective. So it needs neither a device nor a network
-interface of its own, may wait for hours while one rank prepares data, and ends at once if a rank fails. Does not know
-what is decided. With one process, nothing here costs anything.
+The exchange uses the store of torch's process group and no collective: it needs no device, may wait for hours while one
+rank prepares data, and ends at once if a rank fails. With one process, nothing here costs anything.
 """
 
 from __future__ import annotations
@@ -24,6 +23,7 @@ from typing import Any, TypeVar
 import psutil
 from torch import distributed
 
+from hfgolf.system.command import is_first_of_machine
 from hfgolf.system.errors import UserError, explained
 from hfgolf.system.redact import redact, redact_values
 from hfgolf.system.wording import one_line
@@ -171,10 +171,10 @@ def agree(values: Mapping[str, Any], advice: str) -> None:
 @contextmanager
 def first_of_machine() -> Iterator[None]:
     """Run a block on the first rank of each machine, then on its others, which find what the first has cached."""
-    if not _is_first_of_machine():
+    if not is_first_of_machine():
         gather(None)
     yield
-    if _is_first_of_machine():
+    if is_first_of_machine():
         gather(None)
 
 
@@ -261,12 +261,8 @@ def _part(group: _Group, line: str) -> None:
         group.store.set(f"hfgolf/failed/{group.rank}", json.dumps([name, line]))
         _wait_until(lambda: _listen(group) and len(_failures) == group.size, FAREWELL_SECONDS)
         _leave(group, FAREWELL_SECONDS)
-    if not _is_first_of_machine():
+    if not is_first_of_machine():
         time.sleep(_WATCH_SECONDS)  # a launcher ends the others once one ends: the first must have said the line
-
-
-def _is_first_of_machine() -> bool:
-    return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
 def _leave(group: _Group, seconds: float) -> None:

@@ -1,14 +1,14 @@
 """Keep secrets out of what a run logs, writes and publishes.
 
-Owns the definition of a secret: the value of an environment variable with a name like HF_TOKEN, the credentials that
-huggingface_hub and wandb store at login, and any text in the form of a token or a password. A password that looks like
-an ordinary word and is stored elsewhere cannot be recognized.
+A secret is the value of a variable with a name like HF_TOKEN, a login that huggingface_hub or wandb stores, or text in
+the form of a token or a password. A password that looks like a word and is stored elsewhere cannot be recognized.
 """
 
 from __future__ import annotations
 
 import os
 import re
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -60,65 +60,35 @@ _NO_VALUE = (
     r"|[~$<{(\[|>&*!%.,\s)\]}])"
 )
 
-_PATTERNS = (
-    (re.compile(rf"(?:hf_[A-Za-z0-9]{{20,}}|(?<![A-Za-z0-9_])(?:{'|'.join(_TOKENS)}))"), REDACTED),
-    (re.compile(r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[^-]{20,}"), rf"\1{REDACTED}"),  # RFC 7468
-    # user:password@ or token@ in a URL. A password may contain @ or /; a port is not a password; {user} is a template.
-    (
-        re.compile(
-            r"""(?<=://)(?![\[<{$])(?:[^\s"'<>/?#:]*:(?!\$?\{\w+\}@)(?:[^\s"'<>/?#]*|(?!\d+[/?#])[^\s"'<>@]{0,256})"""
-            r"""|[^\s"'<>/?#:@]{16,})(?=@)"""
-        ),
-        REDACTED,
-    ),
-    # signed URLs, and URLs with a key as a parameter
-    (
-        re.compile(
-            r"""([?&;](?:[\w-]*(?:token|secret|password|signature|credential|api[_-]?key)|sig|key)=)"""
-            r"""(?![\[<{$])[^\s&#"'<>,;)\]}]+""",
-            re.IGNORECASE,
-        ),
-        rf"\1{REDACTED}",
-    ),
-    # API_KEY=..., as in a shell
-    (
-        re.compile(
-            rf"""(\b(?:(?:[A-Z0-9]+_)*[A-Z]*{_WORDS}\d*|(?:[A-Z0-9]+_)+(?:PASS|PAT|PWD))=["']?)(?![$`({{\[<])[^\s"']{{{_MIN_CHARACTERS},}}"""
-        ),
-        rf"\1{REDACTED}",
-    ),
-    (re.compile(r"(\bBearer )[\w.~+/=-]{20,}"), rf"\1{REDACTED}"),
-    # Authorization: Basic ..., X-Api-Key: ..., RFC 7235
-    (
-        re.compile(
-            r"""(\bAuthorization["']?\s{0,9}[:=]\s{0,9}["']?(?:Basic|Bearer|Token|Digest|ApiKey) +)"""
-            rf"""{_NO_VALUE}[^\s"',]+""",
-            re.IGNORECASE,
-        ),
-        rf"\1{REDACTED}",
-    ),
-    (re.compile(rf"(\bX-[A-Za-z-]{{0,40}}(?:Key|Token|Secret): ?){_NO_VALUE}[^\s\"',]+", re.I), rf"\1{REDACTED}"),
-    # api_key = '...' and "password": "...", in code and JSON
-    (
-        re.compile(
-            rf"""({_SETTING}["']?\]?\s{{0,9}}(?::\s{{0,9}}[a-z |]{{1,20}})?[:=]\s{{0,9}}[rbuf]{{0,2}}(["']))"""
-            rf"""{_NO_VALUE}"""
-            r"""(?:(?!\2)[^\\\n]|\\.){1,4096}(?=\2)""",
-            re.IGNORECASE,
-        ),
-        rf"\1{REDACTED}",
-    ),
-    # password: x and password = x as a whole line, in YAML, INI and .env, also in a patch
-    (
-        re.compile(
-            r"""(^[-+ ]?[ \t]{0,64}(?:- )?(?:export )?["']?(?:[\w.-]{0,64}?[_.-])?"""
-            rf"""{_SETTING}["']?[ \t]{{0,9}}[:=][ \t]{{0,9}})"""
-            rf"""{_NO_VALUE}(?![A-Za-z_]\w*(?:\.\w+)+$)[^\s"'(){{}},\\][^\s(){{}},\\]*(?=[ \t]*(?:\#.*)?$)""",
-            re.IGNORECASE | re.MULTILINE,
-        ),
-        rf"\1{REDACTED}",
-    ),
-)
+# Group 1 of each stays. No pattern takes quadratic time.
+_PATTERNS = [
+    re.compile(pattern, re.MULTILINE)
+    for pattern in (
+        rf"()(?:hf_[A-Za-z0-9]{{20,}}|(?<![A-Za-z0-9_])(?:{'|'.join(_TOKENS)}))",
+        r"(-----BEGIN [A-Z ]*PRIVATE KEY-----)[^-]{20,}",  # RFC 7468
+        # user:password@ or token@ in a URL. A password may contain @ or /; a port is no password; {user} is a template.
+        r"""()(?<=://)(?![\[<{$])(?:[^\s"'<>/?#:]*:(?!\$?\{\w+\}@)"""
+        r"""(?:[^\s"'<>/?#]*|(?!\d+[/?#])[^\s"'<>@]{0,256})|[^\s"'<>/?#:@]{16,})(?=@)""",
+        # signed URLs, and URLs with a key as a parameter
+        r"(?i)([?&;](?:[\w-]*(?:token|secret|password|signature|credential|api[_-]?key)|sig|key)=)"
+        r"""(?![\[<{$])[^\s&#"'<>,;)\]}]+""",
+        # API_KEY=..., as in a shell
+        rf"(\b(?:(?:[A-Z0-9]+_)*[A-Z]*{_WORDS}\d*|(?:[A-Z0-9]+_)+(?:PASS|PAT|PWD))=[\"']?)"
+        rf"""(?![$`({{\[<])[^\s"']{{{_MIN_CHARACTERS},}}""",
+        r"(\bBearer )[\w.~+/=-]{20,}",
+        # Authorization: Basic ..., X-Api-Key: ..., RFC 7235
+        r"""(?i)(\bAuthorization["']?\s{0,9}[:=]\s{0,9}["']?(?:Basic|Bearer|Token|Digest|ApiKey) +)"""
+        rf"""{_NO_VALUE}[^\s"',]+""",
+        rf"(?i)(\bX-[A-Za-z-]{{0,40}}(?:Key|Token|Secret): ?){_NO_VALUE}[^\s\"',]+",
+        # api_key = '...' and "password": "...", in code and JSON
+        rf"""(?i)({_SETTING}["']?\]?\s{{0,9}}(?::\s{{0,9}}[a-z |]{{1,20}})?[:=]\s{{0,9}}[rbuf]{{0,2}}(["']))"""
+        rf"{_NO_VALUE}" + r"(?:(?!\2)[^\\\n]|\\.){1,4096}(?=\2)",
+        # password: x and password = x as a whole line, in YAML, INI and .env, also in a patch
+        r"""(?i)(^[-+ ]?[ \t]{0,64}(?:- )?(?:export )?["']?(?:[\w.-]{0,64}?[_.-])?"""
+        rf"""{_SETTING}["']?[ \t]{{0,9}}[:=][ \t]{{0,9}})"""
+        rf"""{_NO_VALUE}(?![A-Za-z_]\w*(?:\.\w+)+$)[^\s"'(){{}},\\][^\s(){{}},\\]*(?=[ \t]*(?:\#.*)?$)""",
+    )
+]
 
 
 def redact(text: str) -> str:
@@ -128,8 +98,8 @@ def redact(text: str) -> str:
     """
     for secret in sorted(_known_secrets(), key=len, reverse=True):  # longest first: one may contain another
         text = text.replace(secret, REDACTED)
-    for pattern, replacement in _PATTERNS:
-        text = pattern.sub(replacement, text)
+    for pattern in _PATTERNS:
+        text = pattern.sub(rf"\1{REDACTED}", text)
     return text
 
 
@@ -141,17 +111,14 @@ def redact_values(value: Any) -> Any:
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, dict):
+        names = {key for key in value if isinstance(key, str) and re.search(f"(?i){_SETTING}$", key)}
         return {
-            key: REDACTED if inner and isinstance(inner, str) and _is_setting(key) else redact_values(inner)
+            key: REDACTED if inner and isinstance(inner, str) and key in names else redact_values(inner)
             for key, inner in value.items()
         }
     if isinstance(value, list | tuple):
         return type(value)(map(redact_values, value))
     return value
-
-
-def _is_setting(key: Any) -> bool:
-    return isinstance(key, str) and re.search(_SETTING + "$", key, re.IGNORECASE) is not None
 
 
 def is_secret_name(name: str) -> bool:
@@ -160,41 +127,25 @@ def is_secret_name(name: str) -> bool:
 
 
 def _known_secrets() -> set[str]:
-    secrets = [value for name, value in os.environ.items() if is_secret_name(name) and not _is_path(value)]
-    secrets += [*_words_in(_expand(_hf_token_path())), *_passwords_in(_expand(os.environ.get("NETRC") or "~/.netrc"))]
+    secrets = [value for name, value in os.environ.items() if is_secret_name(name)]
+    secrets = [one for one in secrets if not (os.sep in one and os.path.exists(os.path.expanduser(one)))]
+    # as huggingface_hub.constants.HF_TOKEN_PATH, which is slow to import
+    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
+    token = os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")
+    stored = token, os.environ.get("NETRC") or "~/.netrc"
+    secrets += _stored_secrets(*(os.path.expanduser(os.path.expandvars(path)) for path in stored))
     lines = (line.strip() for secret in secrets for line in secret.splitlines())  # a private key spans many lines
     return {line for line in lines if len(line) >= _MIN_CHARACTERS}
 
 
-def _is_path(value: str) -> bool:
-    return os.sep in value and os.path.exists(os.path.expanduser(value))
-
-
-def _hf_token_path() -> str:
-    """Return the path of huggingface_hub's token; computed here, because importing huggingface_hub is slow."""
-    home = os.environ.get("HF_HOME") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "huggingface")
-    return os.environ.get("HF_TOKEN_PATH") or os.path.join(home, "token")
-
-
-def _expand(path: str) -> str:
-    return os.path.expanduser(os.path.expandvars(path))
-
-
-# Both files are read once: every log line is redacted, and a home folder may be on a slow network.
-@cache
-def _words_in(path: str) -> list[str]:
-    try:
-        return Path(path).read_text(encoding="utf-8").split()
-    except (OSError, ValueError):
-        return []
-
-
-@cache
-def _passwords_in(path: str) -> list[str]:
-    """Return the passwords in a netrc file, where `wandb login` stores its key."""
+@cache  # read once: every log line is redacted, and a home folder may be on a slow network
+def _stored_secrets(token_path: str, netrc_path: str) -> list[str]:
+    """Return the words of huggingface_hub's token file, and the passwords of a netrc, where wandb keeps its key."""
     import netrc
 
-    try:
-        return [password or "" for _, _, password in netrc.netrc(path).hosts.values()]
-    except (OSError, ValueError, netrc.NetrcParseError):
-        return []
+    found = []
+    with suppress(OSError, ValueError):
+        found += Path(token_path).read_text(encoding="utf-8").split()
+    with suppress(OSError, ValueError, netrc.NetrcParseError):
+        found += [password or "" for _, _, password in netrc.netrc(netrc_path).hosts.values()]
+    return found

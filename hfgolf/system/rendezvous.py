@@ -1,7 +1,6 @@
 """How the processes of one run find each other: what a launcher tells each of them, and the wait until all are there.
 
-Torch's own rendezvous waits in C++, where Python can neither say for whom nor hear a signal. Here Python waits, in
-short steps. Knows nothing of what the processes do afterwards.
+Torch's own rendezvous waits in C++, where Python can neither say for whom nor hear a signal.
 """
 
 from __future__ import annotations
@@ -131,15 +130,8 @@ def _store(launch: Launch, patience: timedelta, wait: _Wait) -> Any:
     while not is_host and (problem := _unreachable(launch)):
         wait.turn(lambda: [0], f" ({problem})")
     try:
-        return TCPStore(
-            launch.host,
-            launch.port,
-            launch.size,
-            is_host,
-            timeout=patience,
-            wait_for_workers=False,
-            multi_tenant=is_host,
-        )
+        place = launch.host, launch.port, launch.size, is_host
+        return TCPStore(*place, timeout=patience, wait_for_workers=False, multi_tenant=is_host)
     except RuntimeError as error:  # DistNetworkError
         if not is_host:
             raise LaunchError(

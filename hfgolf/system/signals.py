@@ -1,9 +1,7 @@
 """Handle requests to stop or save (SIGTERM, SIGINT, SIGHUP, SIGUSR1) from the first line of a run to its last.
 
-In the training loop, a signal only sets a flag, which the loop reads after each step. Elsewhere there is nothing to
-save, so the process ends at once. Python runs handlers between two lines of Python, so a call of a library that waits
-for long, such as a collective or a tokenizer's training, would keep a signal waiting: a thread hears it then. Does not
-know how a run stops or saves. Imports nothing heavy, because the handlers must be installed before torch is imported.
+In the loop, a signal sets a flag that the loop reads after each step; elsewhere the process ends at once. A thread
+hears it if a long call of a library runs no handlers. Imports nothing heavy, to be installed before torch is imported.
 """
 
 from __future__ import annotations

@@ -26,8 +26,8 @@ from hfgolf.system.hardware import (
     cpu_cores,
     fast_product_dtype,
     free_memory_bytes,
-    has_compiler,
     has_fast_fp16_only,
+    missing_compiler,
     total_memory_bytes,
 )
 from hfgolf.system.ranks import agree, gather
@@ -142,7 +142,7 @@ def _is_possible(
         case "batch.micro_batch_size":
             return value in config.batch.micro_batch_sizes(state.num_processes)
         case "train.compile":
-            return all(gather(not value or has_compiler(state.device)))
+            return all(gather(not value or missing_compiler(state.device) is None))
     return True
 
 

@@ -7,6 +7,7 @@ is ignored in silence. Does not act on any setting.
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 from collections.abc import Mapping
 
@@ -112,7 +113,11 @@ def processes_asked_of_accelerate() -> int | None:
 
 def launch_arguments() -> argparse.Namespace | None:
     """Return the arguments of the `accelerate launch` that started this process, None if none did."""
-    words = _launcher_words()
+    return _parsed(_launcher_words())
+
+
+@functools.cache  # a start asks six times, and each time accelerate would build its parser
+def _parsed(words: tuple[str, ...]) -> argparse.Namespace | None:
     launch = next((word for word in words if word in ("launch", "accelerate.commands.launch")), None)
     if launch is None:
         return None
@@ -121,10 +126,10 @@ def launch_arguments() -> argparse.Namespace | None:
     return launch_command_parser().parse_args(words[words.index(launch) + 1 :])
 
 
-def _launcher_words() -> list[str]:
-    """Return the command line of the process that started this one, [] if it is gone."""
+def _launcher_words() -> tuple[str, ...]:
+    """Return the command line of the process that started this one, () if it is gone."""
     parent = psutil.Process().parent()
-    return parent.cmdline() if parent else []
+    return tuple(parent.cmdline()) if parent else ()
 
 
 def precision_of_accelerate() -> str | None:

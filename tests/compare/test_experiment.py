@@ -95,7 +95,7 @@ def test_readme_definition_is_valid(definition, tmp_path, monkeypatch):
 ARMS = "arms: {a: {}}\nseeds: [1]\n"
 MISTAKES = {
     "no YAML": ("arms: [", "question.yaml is not YAML: "),
-    "a key twice": ("seeds: [1]\nseeds: [2]", "is not YAML: line 2: while constructing a mapping found duplicate key"),
+    "a key twice": ("seeds: [1]\nseeds: [2]", "is not YAML: line 2: found duplicate key"),
     "no mapping": ("- a", "question.yaml: a definition: ['a'] is not allowed; allowed: keys and values"),
     "an unknown key": (ARMS + "sed: [1]", "question.yaml: unknown key sed; did you mean seeds?"),
     "no arms": ("seeds: [1]", "question.yaml: arms: there are none; add one"),

@@ -3,7 +3,7 @@
 files.tar.xz holds three runs of ten steps (Golf with Muon and an average of the weights, Llama with AdamW, and Golf
 with switches of the golf records on the grid of a budget), each in the middle (stopped/) and at its end (runs/), their
 exports, and the configs and experiments of that commit. expected.json has the logits that it computed, keys.json its
-keys with an example each, and the values that it read from each config. make.py made them.
+keys with an example each, and the values that it read from each config. tests/old/make.py of commit cf720fc made them.
 
 They go through doors that stay: the command `hfgolf`, scripts/train.py, and the names in `hfgolf.__all__`.
 """
@@ -178,6 +178,17 @@ def test_each_arm_of_an_old_experiment_loads_to_the_same_values(base, old):
             names = {**MOVED, HALF_LIFE: HALF_LIFE}
             keys = [(names.get(key[2:], key[2:]), value) for key, _, value in options]
             assert_same_values(read(*(f"--{key}={value}" for key, value in keys if key is not None)), of_base | then)
+
+
+def test_overrides_of_another_architecture_win_over_the_defaults_that_an_old_run_listed(tmp_path):
+    sections: dict[str, dict[str, Any]] = {}
+    own = {"model.architecture": "lfm2", "model.overrides": {"norm_eps": 1e-3}, "train.max_steps": 3}
+    for key, value in (DEFAULTS | own).items():
+        section, name = key.split(".")
+        sections.setdefault(section, {})[name] = value
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(sections), encoding="utf-8")
+    assert DEFAULTS["model.norm_eps"] == 1e-6
+    assert read(f"--config={tmp_path / 'config.yaml'}")["model.overrides"] == {"norm_eps": 1e-3}
 
 
 @pytest.mark.parametrize("name", RUNS)

@@ -59,7 +59,7 @@ def test_an_unknown_setting_is_refused(name):
 
 @pytest.mark.parametrize("option", ["--gradient_accumulation_steps", "--gradient_clipping"])
 def test_options_that_accelerate_tells_only_deepspeed_are_refused(monkeypatch, option):
-    words = ["accelerate", "launch", option, "7", "scripts/train.py"]
+    words = ("accelerate", "launch", option, "7", "scripts/train.py")
     monkeypatch.setattr(launched, "_launcher_words", lambda: words)
     with pytest.raises(UserError, match=rf"^accelerate: ACCELERATE_{option[2:].upper()}=7\S* .*leave it out"):
         process.processes()
