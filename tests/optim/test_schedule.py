@@ -110,14 +110,6 @@ def test_zero_length_steps_do_not_predict_the_end():
     assert projected_steps(3, 0.0) == projected_steps(0, 0.5) == math.inf
 
 
-def test_warmdown_ends_on_time_if_steps_slow_down():
-    """The remaining time decides, not the number of steps made."""
-    schedule = ScheduleSection(name="wsd", warmdown_fraction=0.5)
-    for step, progress in ((10, 0.5), (11, 0.75), (12, 0.99)):
-        value = learning_rate_multiplier(step, projected_steps(step, progress), schedule)
-        assert value == pytest.approx((1 - progress) / 0.5)
-
-
 MINUTES = 2
 
 
