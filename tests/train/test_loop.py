@@ -314,8 +314,8 @@ def test_max_epochs_counts_passes_over_the_blocks(run, tiny_run):
     assert 0.1 <= last["epoch"] < 0.1 + 256 / 32 / 1000
 
 
-def test_finished_run_is_not_overwritten_by_another_config(run, tiny_run):
-    folder = run(tiny_run())
+def test_finished_run_is_not_overwritten_by_another_config(run, copied_run, tiny_run):
+    folder = copied_run()
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(
         UserError, match=r"another config \(optim.learning_rate 0.02 -> 0.5\); choose another --run.name"
