@@ -8,7 +8,6 @@ import math
 import os
 import pickle
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +38,6 @@ from hfgolf.checkpoint.store import (
     choose_checkpoint,
     clean_up,
     commit_checkpoint,
-    is_whole,
     make_latest,
     prune,
     replace_link,
@@ -299,34 +297,6 @@ def test_failed_commit_deletes_nothing(run, tiny_run, monkeypatch, caplog, where
     assert [line for line in caplog.messages if "not written" in line] == [
         "checkpoint of step 4 not written: [Errno 28] No space left on device; the newest is of step 2"
     ]
-
-
-@pytest.mark.slow
-def test_readers_never_see_a_partial_checkpoint(run, tiny_run, tmp_path):
-    folder = tmp_path / "runs" / "tiny" / "checkpoints"
-    over, halves, looks = threading.Event(), [], 0
-
-    def look() -> None:
-        nonlocal looks
-        has_latest = False
-        while not over.is_set():
-            for checkpoint in list(folder.glob("step-*")):
-                if not is_whole(checkpoint) and checkpoint.exists():  # otherwise it was deleted while being read
-                    halves.append(checkpoint.name)
-                looks += 1
-            has_latest = has_latest or (folder / "latest").exists()
-            if has_latest and not (folder / "latest" / "manifest.json").exists():
-                halves.append("latest")
-
-    reader = threading.Thread(target=look)
-    reader.start()
-    try:
-        run(tiny_run(train__max_steps=40, train__save_every_steps=1, train__eval_every_steps=5, train__keep_last=1))
-    finally:
-        over.set()
-        reader.join()
-    assert halves == []
-    assert looks > 40
 
 
 def test_checkpoint_has_the_files_of_accelerate(run, tiny_run, tmp_path, monkeypatch, reset_accelerate):

@@ -58,7 +58,7 @@ def wait_for_a_save(checkpoints: Path, known: set[tuple[str, int]]) -> None:
 def test_run_killed_again_and_again_matches_a_straight_run(tiny_run, tmp_path):
     """kill -9 at random moments, every second time during a save: bitwise equal to a straight run."""
     options = {
-        "train__max_steps": 80,
+        "train__max_steps": 60,
         "train__save_every_steps": 2,
         "train__eval_every_steps": 25,
         "train__eval_tokens": 512,
@@ -74,7 +74,7 @@ def test_run_killed_again_and_again_matches_a_straight_run(tiny_run, tmp_path):
     moments = random.Random(0)
     checkpoints = tmp_path / "runs" / "killed" / "checkpoints"
     newest, in_a_save = 0, 0
-    for kill in range(16):
+    for kill in range(10):
         left_over = partial_folders(checkpoints)
         process = start(killed, tmp_path / "killed.txt", pause_seconds=0.03)
         if kill % 4:  # otherwise possibly during setup
@@ -89,14 +89,14 @@ def test_run_killed_again_and_again_matches_a_straight_run(tiny_run, tmp_path):
         assert not steps or max(steps) >= newest, f"kill {kill} lost step {newest}"
         assert steps or not newest, f"kill {kill} lost step {newest}"
         newest = max(steps, default=0)
-    assert in_a_save >= 3 and newest > 0
+    assert in_a_save >= 2 and newest > 0
     process = start(killed, tmp_path / "killed.txt")
     process.join()
     assert process.exitcode == 0, (tmp_path / "killed.txt").read_text()
 
     assert not list(checkpoints.glob("abandoned-*")) and not list(checkpoints.glob(".partial-*"))
     one, other = tmp_path / "runs" / "straight", checkpoints.parent
-    assert losses(other) == losses(one) and len(losses(one)) == 80
+    assert losses(other) == losses(one) and len(losses(one)) == 60
     evaluations, expected = ([row["val_loss"] for row in rows(f)] for f in (other, one))
     assert evaluations == expected
     assert differences(checkpoints / "latest", one / "checkpoints" / "latest") == []

@@ -18,9 +18,10 @@ from typing import Any
 
 import psutil
 import pytest
-from faults import start_two
+from faults import events, rows, start_two
 
 from hfgolf.evaluate import loss
+from hfgolf.run.metrics import read_rows
 from hfgolf.system.signals import Signals, Stopped, is_launcher
 from hfgolf.train import loop, setup
 
@@ -85,22 +86,10 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
             started.process.wait()
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in lines(folder) if "event" not in row]
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in lines(folder) if "event" in row]
-
-
 def last_step(folder: Path) -> int:
-    return rows(folder)[-1]["step"] if rows(folder) else 0
+    metrics = folder / "metrics.jsonl"
+    rows = read_rows(metrics) if metrics.is_file() else []
+    return rows[-1]["step"] if rows else 0
 
 
 def assert_stopped_at_its_last_row(folder: Path, output: str, name: str) -> None:
@@ -162,7 +151,7 @@ def test_closed_terminal_saves_and_exits_with_129(tiny_run, tmp_path):
         process.kill()
     step = last_step(folder)
     assert (folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").is_file()
-    (stopped,) = [row for row in events(folder) if row["event"] == "stopped"]
+    (stopped,) = [event for event in events(folder) if event["event"] == "stopped"]
     assert (stopped["signal"], stopped["step"]) == ("SIGHUP", step)
 
 
@@ -300,27 +289,6 @@ def test_second_signal_does_not_wait_for_the_save(tiny_run, tmp_path, start):
 
 
 @pytest.mark.distributed
-def test_signal_to_one_process_stops_all_at_the_same_step(tiny_run, tmp_path):
-    folder, output = tmp_path / "runs" / "tiny", tmp_path / "output"
-    processes = start_two(tiny_run(**UNSAVED, train__max_steps=10**5, batch__micro_batch_size=4), output)
-    while last_step(folder) <= 2:
-        assert all(process.is_alive() for process in processes), output.read_text()
-        time.sleep(0.01)
-    psutil.Process(processes[1].pid).send_signal(signal.SIGTERM)
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 143, output.read_text()
-    assert_both_stopped(folder, output.read_text())
-
-
-def assert_both_stopped(folder: Path, output: str) -> None:
-    assert_stopped_at_its_last_row(folder, output, "SIGTERM")
-    manifest = json.loads((folder / "checkpoints" / "latest" / "manifest.json").read_text())
-    assert manifest["processes"] == 2 and {"random_states_0.pkl", "random_states_1.pkl"} <= set(manifest["files"])
-    assert "Traceback" not in output.split("stopped by")[0]
-
-
-@pytest.mark.distributed
 @pytest.mark.parametrize(
     ("launcher", "number"), [(ACCELERATE, signal.SIGTERM), (TORCHRUN, signal.SIGKILL)], ids=["accelerate", "torchrun"]
 )
@@ -342,8 +310,13 @@ def test_processes_save_and_end_if_their_launcher_dies(tiny_run, tmp_path, start
     finally:
         for trainer in filter(is_alive, trainers):
             trainer.kill()
-    assert len(trainers) == (2 if launcher is TORCHRUN else 1)
+    processes = 2 if launcher is TORCHRUN else 1
+    assert len(trainers) == processes
     assert_stopped_at_its_last_row(folder, started.output, "SIGTERM")
+    manifest = json.loads((folder / "checkpoints" / "latest" / "manifest.json").read_text())
+    assert manifest["processes"] == processes
+    assert {f"random_states_{rank}.pkl" for rank in range(processes)} <= set(manifest["files"])
+    assert "Traceback" not in started.output.split("stopped by")[0]
 
 
 def is_alive(process: psutil.Process) -> bool:
