@@ -17,8 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from architectures import VOCABULARY, tiny_model
+from faults import FORKING
 
 from hfgolf.config.parse import load_config
+from hfgolf.config.sections import RunConfig
 from hfgolf.evaluate.context import uncompiled
 from hfgolf.model import causal_blocks
 from hfgolf.model.configuration_golf import GolfConfig
@@ -415,24 +417,22 @@ def without_large_pages() -> dict[str, str]:
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-@pytest.mark.slow
+def tell_large_pages(answer: Any) -> None:
+    """Send how much memory of 64 MB is in large pages. The imports before must not have made torch decide."""
+    os.environ.pop("THP_MEM_ALLOC_ENABLE", None)
+    process.tune_memory(RunConfig())
+    tensor = torch.ones(2**24)
+    in_large_pages = Path("/proc/self/smaps_rollup").read_text().split("AnonHugePages:")[1].split()[0]
+    answer.send(1024 * int(in_large_pages) / tensor.nbytes)
+
+
 @pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here")
-def test_tensors_of_small_models_use_huge_pages():
-    program = (
-        "import torch\n"
-        "import hfgolf.train.loop\n"  # its imports must not make torch decide earlier
-        "from pathlib import Path\n"
-        "from hfgolf.config.sections import RunConfig\n"
-        "from hfgolf.train.process import tune_memory\n"
-        "tune_memory(RunConfig())\n"
-        "x = torch.ones(2**24)\n"
-        "pages = Path('/proc/self/smaps_rollup').read_text()\n"
-        "print(pages.split('AnonHugePages:')[1].split()[0])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=without_large_pages()
-    )
-    assert int(done.stdout) / 2**16 > 0.9  # kB, of 64 MB
+def test_tensors_of_small_models_use_large_pages():
+    answers, answer = FORKING.Pipe(duplex=False)
+    process_ = FORKING.Process(target=tell_large_pages, args=(answer,))
+    process_.start()
+    assert answers.recv() > 0.9
+    process_.join()
 
 
 @pytest.mark.parametrize(
