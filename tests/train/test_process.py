@@ -402,16 +402,10 @@ def test_memory_freed_by_set_up_is_given_back_and_by_a_step_reused():
         "kept = [faults() for _ in range(8)]\n"
         "print(freed, min(returned), sorted(kept)[4])\n"  # the heap may have to grow a second time
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=without_large_pages()
-    )
+    environment = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     freed, returned, kept = map(int, done.stdout.split())
     assert freed > 90e6 and returned > 1000 and kept < 100
-
-
-def without_large_pages() -> dict[str, str]:
-    """Return the environment as it was before any test set up a run."""
-    return {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
 
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
