@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import pkgutil
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -93,12 +92,11 @@ def test_fsdp2_trains_saves_exports_and_pushes_as_ddp_does(tiny_run, tmp_path):
     assert repository.files["model.safetensors"] == (fsdp / "model" / "model.safetensors").read_bytes()
 
 
-def test_fsdp2_trains_in_bf16_with_gradient_checkpointing(run, tiny_run, tmp_path):
+def test_fsdp2_trains_in_bf16_with_gradient_checkpointing(shared_run, tiny_run, tmp_path):
     """One process computes the same in bf16 up to its rounding; FSDP2 also rounds the weights that it gathers."""
     options = OPTIONS | {"train__mixed_precision": "bf16", "model__gradient_checkpointing": "true"}
-    straight = run(tiny_run(run__name="straight", **options))
     train_on_two(tiny_run(run__name="fsdp", **options), tmp_path / "output", shard)
-    assert losses(tmp_path / "runs" / "fsdp") == pytest.approx(losses(straight), rel=5e-3)
+    assert losses(tmp_path / "runs" / "fsdp") == pytest.approx(losses(shared_run(**options)), rel=5e-3)
 
 
 def compile_cheaply() -> None:
@@ -108,10 +106,10 @@ def compile_cheaply() -> None:
     shard()
 
 
-def test_compiled_fsdp2_computes_as_uncompiled(run, tiny_run, tmp_path):
+def test_compiled_fsdp2_computes_as_uncompiled(shared_run, tiny_run, tmp_path):
     """The pass that compiles leaves no gradients behind."""
     options = OPTIONS | {"train__max_steps": 3}
-    straight = run(tiny_run(run__name="straight", **options))
+    straight = shared_run(**options)
     arguments = tiny_run(run__name="fsdp", **options, train__compile="true")
     train_on_two(arguments, tmp_path / "output", compile_cheaply)
     assert losses(tmp_path / "runs" / "fsdp") == pytest.approx(losses(straight), rel=1e-5)
@@ -119,17 +117,15 @@ def test_compiled_fsdp2_computes_as_uncompiled(run, tiny_run, tmp_path):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_a_run_moves_between_one_process_ddp_and_fsdp2(run, tiny_run, tmp_path):
-    straight = run(tiny_run(run__name="straight", **OPTIONS, train__max_steps=9))
-    first = run(tiny_run(run__name="first", **OPTIONS, train__max_steps=3))
-    shutil.copytree(first, first.with_name("second"), symlinks=True)
-    options = {"run__name": "second", **OPTIONS, "train__resume": "latest"}
+def test_a_run_moves_between_one_process_ddp_and_fsdp2(run, tiny_run, shared_run, copied_run, tmp_path):
+    straight = shared_run(**OPTIONS, train__max_steps=9)
+    copied_run(**OPTIONS, train__max_steps=3)
+    options = OPTIONS | {"train__resume": "latest"}
     train_on_two(tiny_run(**options, train__max_steps=5), tmp_path / "output")
     train_on_two(tiny_run(**options, train__max_steps=8), tmp_path / "output", shard)
-    shutil.copytree(first.with_name("second"), first.with_name("third"), symlinks=True)
-    third = run(tiny_run(**options | {"run__name": "third"}, train__max_steps=9))
-    assert losses(third) == pytest.approx(losses(straight), rel=1e-5)
-    assert_same_weights(third / "model" / "model.safetensors", straight / "model" / "model.safetensors")
+    moved = run(tiny_run(**options, train__max_steps=9))
+    assert losses(moved) == pytest.approx(losses(straight), rel=1e-5)
+    assert_same_weights(moved / "model" / "model.safetensors", straight / "model" / "model.safetensors")
 
 
 SAVE, COMMIT = ("hfgolf.checkpoint.contents", "save_optimizer"), ("hfgolf.checkpoint.contents", "commit_checkpoint")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -119,35 +118,27 @@ def test_run_resumed_twice_matches_a_straight_run_bitwise(run, tiny_run, monkeyp
     assert_same_bits(*exported)
 
 
-def test_resume_with_another_micro_batch_size_matches(run, tiny_run):
+def test_resume_with_another_micro_batch_size_matches(run, tiny_run, shared_run, copied_run):
     """After three micro-batches, two per step: accelerate's own counter would step too early."""
-    straight = run(tiny_run(run__name="straight", **CONSTANT))
-    run(tiny_run(run__name="other", **CONSTANT, train__max_steps=3))
-    other = run(tiny_run(run__name="other", **CONSTANT, batch__micro_batch_size=4, train__resume="latest"))
+    straight = shared_run(**CONSTANT)
+    copied_run(**CONSTANT, train__max_steps=3)
+    other = run(tiny_run(**CONSTANT, batch__micro_batch_size=4, train__resume="latest"))
     assert column(other, "sample_hashes") == column(straight, "sample_hashes")
     assert column(other, "train_losses") == pytest.approx(column(straight, "train_losses"), rel=1e-5)
     assert column(other, "grad_norms") == pytest.approx(column(straight, "grad_norms"), rel=1e-4)
 
 
-def moved(folder: Path, name: str) -> str:
-    """Copy a run, as if to another machine, because this process holds the lock of the original; return its name."""
-    shutil.copytree(folder, folder.with_name(name), symlinks=True)
-    return name
-
-
 @pytest.mark.distributed
-def test_changing_the_number_of_processes_matches_a_straight_run(run, tiny_run, tmp_path):
+def test_changing_the_number_of_processes_matches_a_straight_run(run, tiny_run, shared_run, copied_run, tmp_path):
     """Odd numbers of steps and micro-batches at each change."""
     # AdamW: Muon's bf16 products would turn a difference in the last bit into one in the third digit
     options = {**CONSTANT, "optim__name": "adamw", "optim__learning_rate": 0.003, "batch__micro_batch_size": 4}
-    straight = run(tiny_run(run__name="straight", **options, train__max_steps=9))
-    first = run(tiny_run(run__name="first", **options, train__max_steps=3))
-    arguments = tiny_run(run__name=moved(first, "second"), **options, train__max_steps=6, train__resume="latest")
-    train_on_two(arguments, tmp_path / "output")
+    straight = shared_run(**options, train__max_steps=9)
+    copied_run(**options, train__max_steps=3)
+    train_on_two(tiny_run(**options, train__max_steps=6, train__resume="latest"), tmp_path / "output")
     said = (tmp_path / "output").read_text()
     assert "2 processes" in said and "at step 3" in said
-    second = first.with_name("second")
-    third = run(tiny_run(run__name=moved(second, "third"), **options, train__max_steps=9, train__resume="latest"))
+    third = run(tiny_run(**options, train__max_steps=9, train__resume="latest"))
     assert [row["step"] for row in rows(third)] == list(range(1, 10))
     assert column(third, "sample_hashes") == column(straight, "sample_hashes")
     for name in ("train_losses", "grad_norms"):
@@ -156,8 +147,8 @@ def test_changing_the_number_of_processes_matches_a_straight_run(run, tiny_run, 
     assert val_losses[0] == pytest.approx(val_losses[1], rel=1e-5)
 
 
-def test_averages_can_start_at_a_resume(run, tiny_run, caplog):
-    folder = run(tiny_run(**CONSTANT))
+def test_averages_can_start_at_a_resume(run, tiny_run, copied_run, caplog):
+    folder = copied_run(**CONSTANT)
     before = saved(folder)["model.safetensors"]
     with caplog.at_level(logging.INFO, "hfgolf"):
         run(tiny_run(**CONSTANT, train__resume="latest", train__max_steps=7, optim__ema_decay=0.3))
@@ -168,10 +159,10 @@ def test_averages_can_start_at_a_resume(run, tiny_run, caplog):
     assert rows(folder)[-1]["val_loss_ema"] is not None
 
 
-def test_averages_can_be_dropped_at_a_resume(run, tiny_run):
-    straight = run(tiny_run(run__name="straight", **CONSTANT, train__max_steps=8))
-    run(tiny_run(run__name="other", **CONSTANT, optim__ema_decay=0.9))
-    other = run(tiny_run(run__name="other", **CONSTANT, train__resume="latest", train__max_steps=8))
+def test_averages_can_be_dropped_at_a_resume(run, tiny_run, shared_run, copied_run):
+    straight = shared_run(**CONSTANT, train__max_steps=8)
+    copied_run(**CONSTANT, optim__ema_decay=0.9)
+    other = run(tiny_run(**CONSTANT, train__resume="latest", train__max_steps=8))
     assert column(other, "train_losses") == column(straight, "train_losses")
     assert_same_bits(saved(other)["model.safetensors"], saved(straight)["model.safetensors"])
     assert "ema.safetensors" not in saved(other)

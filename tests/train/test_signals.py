@@ -18,8 +18,10 @@ from typing import Any
 
 import psutil
 import pytest
-from faults import events, rows, start_two
+from faults import FORKING, events, rows, start_two, train_here
 
+from hfgolf.checkpoint import contents
+from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.evaluate import loss
 from hfgolf.run.metrics import read_rows
 from hfgolf.system.signals import Signals, Stopped, is_launcher
@@ -251,41 +253,33 @@ def test_all_processes_leave_an_evaluation_at_the_same_batch(tiny_run, tmp_path)
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-000003"] and last_step(folder) == 2
 
 
-DRIVER = """
-import sys, time
-from pathlib import Path
-import hfgolf
-from hfgolf.config.parse import load_config
-from hfgolf.system.command import run_command
-from hfgolf.train import loop
-from hfgolf.checkpoint import contents
+def train_and_save_forever(resolved: ResolvedConfig, output: Path, is_saving: Path) -> None:
+    def never_done(*arguments: Any) -> None:
+        is_saving.touch()
+        time.sleep(600)
 
-def never_done(*arguments):
-    Path(sys.argv.pop(1)).touch()
-    time.sleep(600)
-
-contents.commit_checkpoint = never_done
-resolved = load_config(sys.argv[2:])
-run_command(lambda: hfgolf.train(resolved) and None)
-"""
+    contents.commit_checkpoint = never_done
+    train_here(resolved, output)
 
 
-def test_second_signal_does_not_wait_for_the_save(tiny_run, tmp_path, start):
-    (tmp_path / "driver.py").write_text(DRIVER)
-    is_saving, folder = tmp_path / "is_saving", tmp_path / "runs" / "tiny"
-    arguments = tiny_run(**UNSAVED, train__max_steps=10**5)
-    started = start([sys.executable, str(tmp_path / "driver.py"), str(is_saving), *arguments])
-    started.wait_until(lambda: last_step(folder) > 2)
-    started.process.send_signal(signal.SIGTERM)
-    started.wait_until(is_saving.exists)
+def test_second_signal_does_not_wait_for_the_save(tiny_run, tmp_path):
+    is_saving, folder, output = tmp_path / "is_saving", tmp_path / "runs" / "tiny", tmp_path / "output"
+    resolved = load_config(tiny_run(**UNSAVED, train__max_steps=10**5))
+    process = FORKING.Process(target=train_and_save_forever, args=(resolved, output, is_saving))
+    process.start()
+    for condition in (lambda: last_step(folder) > 2, is_saving.exists):
+        while not condition():
+            assert process.is_alive(), output.read_text()
+            time.sleep(0.01)
+        process.terminate()
     repeated_at = time.monotonic()
-    while started.process.poll() is None:  # within a second it counts as the same request
-        assert time.monotonic() < repeated_at + 60, started.output
-        started.process.send_signal(signal.SIGTERM)
+    while process.is_alive():  # within a second it counts as the same request
+        assert time.monotonic() < repeated_at + 60, output.read_text()
+        process.terminate()
         time.sleep(0.05)
-    assert started.process.returncode == 143
+    assert process.exitcode == 143
     assert not list((folder / "checkpoints").glob("step-*"))
-    assert "stopped by" not in started.output
+    assert "stopped by" not in output.read_text()
 
 
 @pytest.mark.distributed
