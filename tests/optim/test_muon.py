@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from hfgolf.optim import muon as muon_module
-from hfgolf.optim.matrices import bucket_by_shape
 from hfgolf.optim.muon import Muon
 from hfgolf.optim.state import new_state
 
@@ -192,18 +191,6 @@ def test_cautious_decay_applies_only_if_the_update_shrinks_the_weight(rule):
             is_towards_zero = (start - moved) * start > 0
             assert 0.2 < is_towards_zero.float().mean() < 0.8
             torch.testing.assert_close(param.data, moved - 0.1 * 0.5 * start * is_towards_zero)
-
-
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_each_matrix_is_in_one_bucket_of_limited_size(ranks):
-    shapes = [torch.Size(shape) for shape in [(4, 4), (4, 8), (4, 4), (8, 4), *[(4, 4)] * 9, (100, 100)]]
-    device, max_elements = torch.device("cpu"), 4 * 4 * 2
-    buckets = bucket_by_shape(tuple((shape, device) for shape in shapes), max_elements, ranks)
-    assert sorted(index for bucket in buckets for index in bucket) == list(range(len(shapes)))
-    for bucket in buckets:
-        assert len({shapes[i] for i in bucket}) == 1
-        assert len(bucket) <= ranks * max(1, max_elements // shapes[bucket[0]].numel())
-    assert len(buckets) == {1: 6, 3: 2}[ranks] + 3  # buckets of the 11 square matrices, and one for each other shape
 
 
 def test_bucket_size_does_not_change_results(monkeypatch):
