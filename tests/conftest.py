@@ -8,6 +8,7 @@ import math
 import os
 import random
 import runpy
+import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -235,6 +236,12 @@ def shared_run(tmp_path_factory: pytest.TempPathFactory, corpus_file: Path) -> C
         return trained[key]
 
     return train_
+
+
+@pytest.fixture
+def copied_run(shared_run: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
+    """Return a function that copies such a run to where tiny_run's options name it, for tests that change it."""
+    return lambda **options: shutil.copytree(shared_run(**options), tmp_path / "runs" / "tiny", symlinks=True)
 
 
 @pytest.fixture(params=["layers", "model"])

@@ -147,7 +147,7 @@ def start(resolved: ResolvedConfig, output: Path, pause_seconds: float = 0.0) ->
 
     Its output goes to the file `output`.
     """
-    process = FORKING.Process(target=_train, args=(resolved, output, pause_seconds))
+    process = FORKING.Process(target=train_here, args=(resolved, output, pause_seconds))
     process.start()
     return process
 
@@ -186,10 +186,11 @@ def _train_on_rank(
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true"}
     if prepare:
         prepare()
-    _train(load_config(arguments), output.with_name(f"{output.name}{rank or ''}"))
+    train_here(load_config(arguments), output.with_name(f"{output.name}{rank or ''}"))
 
 
-def _train(resolved: ResolvedConfig, output: Path, pause_seconds: float = 0.0) -> None:
+def train_here(resolved: ResolvedConfig, output: Path, pause_seconds: float = 0.0) -> None:
+    """Train in this process, which then ends as the command does; what it says goes to the file `output`."""
     torch.set_num_threads(1)
     multiprocessing.set_start_method("fork", force=True)  # loader workers must be children of this process
     real_step = loop.train_step

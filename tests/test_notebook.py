@@ -1,4 +1,4 @@
-"""The example notebook runs from its first cell to its last, and a kernel survives what people do to it."""
+"""The example notebook runs from its first cell to its last, and its kernel survives what people do to it."""
 
 from __future__ import annotations
 
@@ -59,13 +59,15 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_example_goes_from_text_to_a_sample_and_a_report(folder):
+def test_example_goes_from_text_to_a_report_and_survives_a_mistake_and_the_stop_button(folder):
     import nbformat
 
     notebook = nbformat.read(ROOT / "examples" / "train_on_your_text.ipynb", as_version=4)
     parameters = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", ()))
     parameters.source += SMALLER
-    cells = execute(notebook, folder)
+    (folder / "my.txt").write_text("To be, or not to be, that is the question. " * 200)
+    notebook.cells += map(nbformat.v4.new_code_cell, [BAD_KEY, STOPPED, CONTINUED])
+    *cells, mistake, stopped, continued = execute(notebook, folder)
     assert [outputs(cell, "error") for cell in cells] == [[]] * len(cells)
     log = "".join(printed(cell) for cell in cells)
     labels = [line.split("  ")[0] for line in log.splitlines()]
@@ -75,14 +77,6 @@ def test_example_goes_from_text_to_a_sample_and_a_report(folder):
     assert len(images) == 1
     assert cells[-1].outputs[0].data["text/html"].startswith("<iframe srcdoc=")
 
-
-@pytest.mark.slow
-def test_kernel_survives_a_mistake_and_the_stop_button(folder):
-    from nbformat import v4
-
-    (folder / "my.txt").write_text("To be, or not to be, that is the question. " * 200)
-    sources = ["import hfgolf", BAD_KEY, STOPPED, CONTINUED]
-    _, mistake, stopped, continued = execute(v4.new_notebook(cells=[*map(v4.new_code_cell, sources)]), folder)
     (error,) = outputs(mistake, "error")
     assert printed(mistake) == "" and len(error.traceback) == 1
     assert error.traceback[0].startswith("error: hfgolf.fit: unknown key model.depth")

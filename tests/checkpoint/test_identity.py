@@ -89,9 +89,9 @@ def test_a_resume_is_refused_if_a_key_that_is_gone_had_an_effect(tmp_path, key):
         ({"optim__name": "adamw"}, {"auto", "latest"}),
     ],
 )
-def test_each_changed_key_is_accepted_or_rejected_as_documented(run, tiny_run, change, refused_under):
+def test_each_changed_key_is_accepted_or_rejected_as_documented(run, copied_run, tiny_run, change, refused_under):
     """One case per row of the table; text and validation split have their own test."""
-    folder = run(tiny_run(**CONSTANT, train__max_steps=1))
+    folder = copied_run(**CONSTANT, train__max_steps=1)
     for resume in ("auto", "latest"):
         (folder / "summary.json").unlink(missing_ok=True)
         arguments = tiny_run(**CONSTANT, train__max_steps=1, train__resume=resume, **change)
@@ -198,8 +198,8 @@ def test_changed_tokens_per_step_continues_with_the_next_block(run, tiny_run):
     "change",
     [{"run__seed": 7}, {"batch__sequence_length": 64, "batch__micro_batch_size": 4}, {"batch__segment_length": 8}],
 )
-def test_changed_data_order_needs_consent(run, tiny_run, change):
-    folder = run(tiny_run(**CONSTANT, train__max_steps=3))
+def test_changed_data_order_needs_consent(run, copied_run, tiny_run, change):
+    folder = copied_run(**CONSTANT, train__max_steps=3)
     with pytest.raises(
         UserError, match=r"step-000003 read the data in another order \(\w+\.\w+ (\d+|None) -> \d+\); restore"
     ):
@@ -210,9 +210,9 @@ def test_changed_data_order_needs_consent(run, tiny_run, change):
     assert (state["tokens"], state["blocks"]) == (4 * 256, 256 // change.get("batch__sequence_length", 32))
 
 
-def test_auto_resume_compares_with_the_checkpoint_not_config_yaml(run, tiny_run, monkeypatch):
+def test_auto_resume_compares_with_the_checkpoint_not_config_yaml(run, copied_run, tiny_run):
     """config.yaml edited by hand, emptied by a power failure, or missing."""
-    folder = run(tiny_run(**CONSTANT, train__max_steps=3))
+    folder = copied_run(**CONSTANT, train__max_steps=3)
     (folder / "summary.json").unlink()
     written = (folder / "config.yaml").read_text()
     for text in (written.replace("learning_rate: 0.02", "learning_rate: 0.5"), "", None):
@@ -228,8 +228,8 @@ def test_auto_resume_compares_with_the_checkpoint_not_config_yaml(run, tiny_run,
         (folder / "summary.json").unlink()
 
 
-def test_changes_are_one_line_and_part_of_the_event(run, tiny_run, caplog):
-    folder = run(tiny_run(**CONSTANT, train__max_steps=3))
+def test_changes_are_one_line_and_part_of_the_event(run, copied_run, tiny_run, caplog):
+    folder = copied_run(**CONSTANT, train__max_steps=3)
     with caplog.at_level(logging.INFO, "hfgolf"):
         changes = {"train__max_steps": 4, "optim__learning_rate": 0.01, "train__log_every_steps": 2}
         run(tiny_run(**CONSTANT, train__resume="latest") + tiny_run(**CONSTANT, train__resume="latest", **changes))

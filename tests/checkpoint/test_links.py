@@ -102,8 +102,8 @@ def test_outdated_link_is_removed_if_it_cannot_be_updated(tmp_path, no_links):
     assert not (tmp_path / "latest").is_symlink()
 
 
-def test_folder_in_place_of_a_link_is_renamed_not_deleted(run, tiny_run):
-    checkpoints = run(tiny_run()) / "checkpoints"
+def test_folder_in_place_of_a_link_is_renamed_not_deleted(copied_run):
+    checkpoints = copied_run() / "checkpoints"
     follow_links(checkpoints)
     (checkpoints / "best" / "notes.txt").write_text("mine")
     replace_link(checkpoints / "best", checkpoints / "step-000003")
@@ -111,9 +111,9 @@ def test_folder_in_place_of_a_link_is_renamed_not_deleted(run, tiny_run):
     assert (checkpoints / "abandoned-best" / "notes.txt").read_text() == "mine"
 
 
-def test_best_is_not_searched_if_none_was_saved(run, tiny_run):
+def test_best_is_not_searched_if_none_was_saved(copied_run):
     """The disk was full at the best step: the best is the best that exists."""
-    checkpoints = run(tiny_run()) / "checkpoints"
+    checkpoints = copied_run() / "checkpoints"
     assert best_checkpoint(checkpoints) == checkpoints / "step-000006"
     for text in ('{"best_step": 5}', '{"best_step": "6"}', '{"best_step": [6]}', "[]", "{", "[" * 100_000, "\xff"):
         (checkpoints / "step-000006" / "train_state.json").write_text(text, encoding="latin-1")
@@ -122,9 +122,9 @@ def test_best_is_not_searched_if_none_was_saved(run, tiny_run):
     assert best_checkpoint(checkpoints) is None and newest_first(checkpoints)
 
 
-def test_unmounted_checkpoint_disk_is_an_error_not_a_fresh_start(run, tiny_run, tmp_path):
+def test_unmounted_checkpoint_disk_is_an_error_not_a_fresh_start(run, copied_run, tiny_run, tmp_path):
     """The run does not start over, and no row is erased."""
-    folder = run(tiny_run())
+    folder = copied_run()
     (folder / "summary.json").unlink()
     (folder / "checkpoints").rename(tmp_path / "disk")
     (folder / "checkpoints").symlink_to(tmp_path / "disk")

@@ -52,12 +52,6 @@ def test_ties_keep_the_first_best_and_are_no_improvement():
     assert told == [(2, 0), (2, 1), (6, 0), (8, 0)]
 
 
-def test_state_survives_json():
-    state = TrainState()
-    state.load_state_dict(json.loads(json.dumps(used_state().state_dict())))
-    assert state == used_state()
-
-
 @pytest.mark.parametrize(
     "damage",
     [

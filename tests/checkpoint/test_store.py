@@ -8,7 +8,6 @@ import math
 import os
 import pickle
 import shutil
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -39,7 +38,6 @@ from hfgolf.checkpoint.store import (
     choose_checkpoint,
     clean_up,
     commit_checkpoint,
-    is_whole,
     make_latest,
     prune,
     replace_link,
@@ -301,34 +299,6 @@ def test_failed_commit_deletes_nothing(run, tiny_run, monkeypatch, caplog, where
     ]
 
 
-@pytest.mark.slow
-def test_readers_never_see_a_partial_checkpoint(run, tiny_run, tmp_path):
-    folder = tmp_path / "runs" / "tiny" / "checkpoints"
-    over, halves, looks = threading.Event(), [], 0
-
-    def look() -> None:
-        nonlocal looks
-        has_latest = False
-        while not over.is_set():
-            for checkpoint in list(folder.glob("step-*")):
-                if not is_whole(checkpoint) and checkpoint.exists():  # otherwise it was deleted while being read
-                    halves.append(checkpoint.name)
-                looks += 1
-            has_latest = has_latest or (folder / "latest").exists()
-            if has_latest and not (folder / "latest" / "manifest.json").exists():
-                halves.append("latest")
-
-    reader = threading.Thread(target=look)
-    reader.start()
-    try:
-        run(tiny_run(train__max_steps=40, train__save_every_steps=1, train__eval_every_steps=5, train__keep_last=1))
-    finally:
-        over.set()
-        reader.join()
-    assert halves == []
-    assert looks > 40
-
-
 def test_checkpoint_has_the_files_of_accelerate(run, tiny_run, tmp_path, monkeypatch, reset_accelerate):
     """Same names and contents as save_state writes and load_state reads."""
     real_save = loop.save
@@ -372,9 +342,9 @@ class Bomb:
 
 
 @pytest.mark.parametrize("is_zipped", [True, False])
-def test_checkpoint_code_is_never_executed(run, tiny_run, tmp_path, monkeypatch, is_zipped):
+def test_checkpoint_code_is_never_executed(run, tiny_run, copied_run, tmp_path, monkeypatch, is_zipped):
     """By an attacker who also fixes the manifest; with a scaler, so that its file is read."""
-    folder, mark = run(tiny_run()), tmp_path / "executed"
+    folder, mark = copied_run(), tmp_path / "executed"
     pickle.loads(pickle.dumps(Bomb(mark)))
     assert mark.is_dir(), "the bomb does not go off"
     mark.rmdir()
@@ -409,12 +379,10 @@ def test_checkpoint_code_is_never_executed(run, tiny_run, tmp_path, monkeypatch,
         assert not mark.exists(), f"{name} was executed"
 
 
-def test_wrong_file_content_is_one_line(run, tiny_run, reset_accelerate):
+def test_wrong_file_content_is_one_line(copied_run, tiny_run):
     """With a matching manifest, unlike damage by a disk: still no traceback."""
-    arguments = tiny_run(optim__ema_decay=0.9)
-    folder = run(arguments)
-    reset_accelerate()
-    fresh = setup.set_up(load_config([*arguments, "--train.resume=latest"]))
+    folder = copied_run(optim__ema_decay=0.9)
+    fresh = setup.set_up(load_config(tiny_run(optim__ema_decay=0.9, train__resume="latest")))
     checkpoint = folder / "checkpoints" / "step-000006"
     accepted = []
     for name in STATE_FILES:
@@ -436,9 +404,9 @@ def test_wrong_file_content_is_one_line(run, tiny_run, reset_accelerate):
     assert accepted == []
 
 
-def test_checkpoint_of_another_tokenizer_or_without_random_state_is_rejected(run, tiny_run):
+def test_checkpoint_of_another_tokenizer_or_without_random_state_is_rejected(run, tiny_run, copied_run):
     """With a matching manifest."""
-    checkpoint = run(tiny_run()) / "checkpoints" / "step-000006"
+    checkpoint = copied_run() / "checkpoints" / "step-000006"
     whole = json.loads((checkpoint / "run.json").read_text())
     (checkpoint / "run.json").write_text(json.dumps(whole | {"tokenizer_sha256": "0" * 64}))
     rewrite_manifest(checkpoint)
@@ -451,9 +419,9 @@ def test_checkpoint_of_another_tokenizer_or_without_random_state_is_rejected(run
         run(tiny_run(train__resume="latest"))
 
 
-def test_best_follows_the_run_back(run, tiny_run, tmp_path, reset_accelerate):
+def test_best_follows_the_run_back(copied_run, tiny_run, reset_accelerate):
     """It is the best of the valid steps, and retention must not delete it in favor of an abandoned one."""
-    folder = run(tiny_run())
+    folder = copied_run()
     best = folder / "checkpoints" / "best"
     assert best.resolve().name == "step-000006"
     flip_a_bit(folder / "checkpoints" / "step-000006" / "model.safetensors")

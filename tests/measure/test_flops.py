@@ -7,8 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from architectures import OVERRIDES, VOCABULARY, tiny_model
+from architectures import OVERRIDES, tiny_model
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import PreTrainedModel
 
 from hfgolf.config.parse import load_config
 from hfgolf.measure.flops import token_flops, training_flops_per_token
@@ -24,14 +25,11 @@ CPU = torch.device("cpu")
 B, T = 3, 16
 
 
-def counted(config: GolfConfig, checkpointing: bool = False) -> dict[str, float]:
+def counted(model: PreTrainedModel) -> dict[str, float]:
     """Return torch's count for a forward and backward pass: FLOPs per token by operation."""
-    model = GolfForCausalLM(config).train()
-    if checkpointing:
-        checkpoint_layers(model)
-    ids = torch.randint(0, 97, (B, T))
+    ids = torch.randint(model.config.vocab_size, (B, T))
     with FlopCounterMode(display=False) as counter:
-        model(input_ids=ids, shift_labels=ids).loss.backward()
+        model.train()(input_ids=ids, shift_labels=ids).loss.backward()
     return {str(operation): count / (B * T) for operation, count in counter.get_flop_counts()["Global"].items()}
 
 
@@ -63,9 +61,9 @@ def golf(**options: object) -> GolfConfig:
 )
 def test_flops_match_torch(options):
     """Eager attention uses bmm, which the counter lists separately, and computes the full square of scores."""
-    config = golf(**options)
-    flops = token_flops(GolfForCausalLM(config), T)
-    by_torch = counted(config)
+    model = GolfForCausalLM(golf(**options))
+    flops = token_flops(model, T)
+    by_torch = counted(model)
     assert by_torch.pop("aten.bmm") == 2 * flops.attention  # the causal half need not be computed
     assert sum(by_torch.values()) == flops.matrices + flops.head
     assert flops.useful == flops.matrices + flops.attention + flops.head
@@ -83,9 +81,10 @@ def test_flops_match_torch(options):
     ],
 )
 def test_recomputation_matches_the_cost_of_checkpointing(options):
-    config = golf(**options)
-    flops = token_flops(GolfForCausalLM(config), T)
-    added = sum(counted(config, checkpointing=True).values()) - sum(counted(config).values())
+    model = GolfForCausalLM(golf(**options))
+    flops, plain = token_flops(model, T), sum(counted(model).values())
+    checkpoint_layers(model)
+    added = sum(counted(model).values()) - plain
     assert added == flops.recomputation + flops.attention / 3  # plus the noncausal half of its forward products
 
 
@@ -159,10 +158,7 @@ def test_matmuls_of_any_architecture_match_torchs_count(name):
         model.set_attn_implementation("eager")
     if name in ("mixtral", "qwen3_moe"):
         model.set_experts_implementation("eager")
-    ids = torch.randint(VOCABULARY, (B, T))
-    with FlopCounterMode(display=False) as counter:
-        model(ids, shift_labels=ids).loss.backward()
-    counts = {str(operation): count / (B * T) for operation, count in counter.get_flop_counts()["Global"].items()}
+    counts = counted(model)
     flops = token_flops(model, T)
     convolutions = 6 * sum(m.weight.numel() for m in model.modules() if isinstance(m, torch.nn.Conv1d))
     matmuls = sum(count for operation, count in counts.items() if operation in ("aten.mm", "aten.addmm"))
@@ -184,14 +180,11 @@ FROZEN = {
 @pytest.mark.parametrize("frozen", FROZEN)
 @pytest.mark.parametrize("name", ["golf", "llama", "gpt2"])
 def test_frozen_weights_have_no_gradient_to_count(name, frozen):
-    model = GolfForCausalLM(golf(tie_word_embeddings=False)).train() if name == "golf" else tiny_model(name)
+    model = GolfForCausalLM(golf(tie_word_embeddings=False)) if name == "golf" else tiny_model(name)
     model.set_attn_implementation("eager")
     for key, parameter in model.named_parameters():
         parameter.requires_grad_(not any(part in key for part in FROZEN[frozen]))
-    ids = torch.randint(model.config.vocab_size, (B, T))
-    with FlopCounterMode(display=False) as counter:
-        model(ids, shift_labels=ids).loss.backward()
-    counts = {str(operation): count / (B * T) for operation, count in counter.get_flop_counts()["Global"].items()}
+    counts = counted(model)
     flops = token_flops(model, T)
     assert sum(counts.get(f"aten.{name}", 0) for name in ("mm", "addmm")) == flops.matrices + flops.head
     scores = sum(counts.get(f"aten.{name}", 0) for name in ("bmm", "baddbmm"))

@@ -1,7 +1,6 @@
 """The average compared with torch's own, its half-life, and the bit-exact return of the raw weights."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -66,21 +65,6 @@ def test_matches_torch_bitwise_after_warmup():
     assert are_equal(ema.state_dict(), bits(oracle.module))
 
 
-def test_average_during_warmup_is_a_weighted_sum():
-    values = torch.randn(40, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    param = torch.nn.Parameter(values[0].clone())
-    ema = Ema([("weight", param)], 0.75)
-    for step in range(1, len(values)):
-        param.data.copy_(values[step])
-        ema.update(step)
-    decays = [min(0.75, (1 + step) / (10 + step)) for step in range(1, len(values))]
-    weights = torch.tensor([1.0] + [1 - decay for decay in decays], dtype=torch.float64)
-    for step, decay in enumerate(decays, start=1):
-        weights[:step] *= decay
-    torch.testing.assert_close(weights.sum().item(), 1.0)
-    torch.testing.assert_close(ema.state_dict()["weight"], weights @ values)
-
-
 def test_warmup_forgets_the_initial_weights():
     """Without it, a tenth of the random start would remain after 2,300 steps with decay 0.999. With it, none does."""
     param = torch.nn.Parameter(torch.ones(1))
@@ -106,24 +90,6 @@ def test_applied_swaps_in_the_average_and_restores_weights_bitwise(dtype):
     assert are_equal(bits(model), raw)
     assert are_equal(ema.state_dict(), average)
     assert [param.data_ptr() for param in model.parameters()] == storages
-
-
-def test_evaluating_the_average_does_not_affect_training():
-    def trained(*, is_evaluated: bool) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-        model = build_golf()
-        ema, optimizer = Ema(model.named_parameters(), 0.9), torch.optim.AdamW(model.parameters(), lr=0.01)
-        for step in range(1, 7):
-            model(input_ids=INPUT_IDS, labels=INPUT_IDS).loss.backward()
-            if is_evaluated:  # while the gradients of the raw weights are pending
-                with ema.applied():
-                    logits(model)
-            optimizer.step()
-            optimizer.zero_grad()
-            ema.update(step)
-        return bits(model), ema.state_dict()
-
-    for plain, evaluated in zip(trained(is_evaluated=False), trained(is_evaluated=True), strict=True):
-        assert are_equal(plain, evaluated)
 
 
 def compiled(model: GolfForCausalLM) -> torch.nn.Module:
@@ -182,22 +148,6 @@ def test_bf16_parameters_have_fp32_averages():
     assert average.dtype == torch.float32
     # bf16 has 8 significant bits: above about 0.03, it would round away a step of 1e-4 times the difference
     torch.testing.assert_close(average, torch.full((4,), 1 - 0.9999**10_000), rtol=1e-3, atol=0)
-
-
-def test_reloaded_average_continues_bitwise():
-    model = build_golf()
-    ema = averaged(model)
-    file = io.BytesIO()
-    torch.save(ema.state_dict(), file)
-    file.seek(0)
-    resumed_model = copy.deepcopy(model)
-    resumed = Ema(resumed_model.named_parameters(), 0.9)
-    resumed.load_state_dict(torch.load(file, weights_only=True))
-    for step in range(6, 9):
-        for of, average in ((model, ema), (resumed_model, resumed)):
-            move(of, step)
-            average.update(step)
-    assert are_equal(resumed.state_dict(), ema.state_dict())
 
 
 @pytest.mark.parametrize(

@@ -90,44 +90,57 @@ def test_each_parameter_of_the_golf_switches_is_in_exactly_one_group(is_record):
         assert parameter_kind(name) == next((kind[end] for end in kind if name.endswith(end)), "vector"), name
 
 
-def test_embeddings_heads_and_vectors_have_their_own_decay_and_rate():
-    own = {"embedding_weight_decay": 0.085, "head_weight_decay": 0.03, "vector_weight_decay": 0.02}
-    groups = by_kind(OptimSection(**own, vector_learning_rate=0.05))
-    decays = {kind: (group["weight_decay"], group["initial_weight_decay"]) for kind, group in groups.items()}
-    assert decays == {"matrix": (0.1, 0.1), "embedding": (0.085, 0.085), "head": (0.03, 0.03), "vector": (0.02, 0.02)}
-    assert {kind: group["lr"] for kind, group in groups.items()} == {
-        "matrix": 0.02,
-        "embedding": 0.003,
-        "head": 0.003,
-        "vector": 0.05,
-    }
-    assert by_kind(OptimSection())["head"]["weight_decay"] == 0.0
-
-
 def by_kind(optim: OptimSection) -> dict[str, dict]:
     groups = parameter_groups(named_parameters(is_gpt2=True, is_tied=False).items(), optim, FUSED)
     return {group["kind"]: group for group in groups}
 
 
-def test_rules_and_rates_under_muon():
-    groups = by_kind(OptimSection(learning_rate=0.02, adamw_learning_rate=0.003, embedding_learning_rate=0.3))
-    rates = {kind: (group["rule"], group["lr"], group["initial_lr"]) for kind, group in groups.items()}
-    assert rates == {
-        "matrix": ("muon", 0.02, 0.02),
-        "embedding": ("adamw", 0.3, 0.3),
-        "head": ("adamw", 0.003, 0.003),
-        "vector": ("adamw", 0.003, 0.003),
-    }
-    assert by_kind(OptimSection(adamw_learning_rate=0.004))["embedding"]["lr"] == 0.004
-    assert groups["matrix"]["weight_decay"] == 0.1
-
-
-@pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_rules_and_rates_of_the_baselines(name):
-    optim = OptimSection(name=name, learning_rate=0.01, adamw_learning_rate=9.0)
-    assert {(group["rule"], group["lr"]) for group in by_kind(optim).values()} == {(name, 0.01)}
-    stated = by_kind(OptimSection(name=name, learning_rate=0.01, embedding_learning_rate=0.05))
-    assert {kind: group["lr"] for kind, group in stated.items() if group["lr"] != 0.01} == {"embedding": 0.05}
+@pytest.mark.parametrize(
+    ("options", "expected"),  # {kind: (rule, learning rate, weight decay)}
+    [
+        (
+            {"learning_rate": 0.02, "adamw_learning_rate": 0.004, "embedding_learning_rate": 0.3},
+            {
+                "matrix": ("muon", 0.02, 0.1),
+                "embedding": ("adamw", 0.3, 0.0),
+                "head": ("adamw", 0.004, 0.0),
+                "vector": ("adamw", 0.004, 0.0),
+            },
+        ),
+        (
+            {
+                "embedding_weight_decay": 0.085,
+                "head_weight_decay": 0.03,
+                "vector_weight_decay": 0.02,
+                "vector_learning_rate": 0.05,
+            },
+            {
+                "matrix": ("muon", 0.02, 0.1),
+                "embedding": ("adamw", 0.003, 0.085),
+                "head": ("adamw", 0.003, 0.03),
+                "vector": ("adamw", 0.05, 0.02),
+            },
+        ),
+        *(
+            (
+                {"name": name, "learning_rate": 0.01, "adamw_learning_rate": 9.0, "embedding_learning_rate": 0.05},
+                {
+                    "matrix": (name, 0.01, 0.1),
+                    "embedding": (name, 0.05, 0.0),
+                    "head": (name, 0.01, 0.0),
+                    "vector": (name, 0.01, 0.0),
+                },
+            )
+            for name in ("adamw", "sgd")
+        ),
+    ],
+    ids=["muon", "own rates and decays", "adamw", "sgd"],
+)
+def test_each_kind_has_its_rule_rate_and_decay(options, expected):
+    groups = by_kind(OptimSection(**options))
+    assert {kind: (group["rule"], group["lr"], group["weight_decay"]) for kind, group in groups.items()} == expected
+    for group in groups.values():
+        assert (group["initial_lr"], group["initial_weight_decay"]) == (group["lr"], group["weight_decay"])
 
 
 def test_config_reaches_the_groups():
@@ -151,13 +164,6 @@ def test_config_reaches_the_groups():
         assert len(keys) == 12
         for key in keys:
             assert group[key] == getattr(optim, key) != getattr(OptimSection(), key)
-
-
-def test_only_fused_weights_are_split():
-    optimizer = build_optimizer(named_parameters(is_gpt2=True).items(), OptimSection(), FUSED)
-    for group in optimizer.param_groups:
-        for name, split in zip(group["param_names"], group["splits"], strict=True):
-            assert split == (ROWS if name.endswith("qkv_proj.weight") else None)
 
 
 def test_rows_count_every_parameter():

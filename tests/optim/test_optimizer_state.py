@@ -48,16 +48,17 @@ def on_disk_and_back(state_dict: dict) -> dict:
 
 
 @pytest.mark.parametrize("is_named", [True, False])
-@pytest.mark.parametrize("steps_before", [0, 3])
-@pytest.mark.parametrize("beta2", [None, 0.9])
-def test_reloaded_optimizer_continues_bitwise(steps_before, is_named, beta2):
+@pytest.mark.parametrize("steps_before", [0, 4])
+@pytest.mark.parametrize("options", [{}, {"normuon_beta2": 0.9}, {"muon_every_steps": 3}], ids=str)
+def test_reloaded_optimizer_continues_bitwise(steps_before, is_named, options):
+    """With muon_every_steps, the turns of the matrices go on, too."""
     params = new_parameters()
-    optimizer = new_optimizer(params, is_named=is_named, normuon_beta2=beta2)
+    optimizer = new_optimizer(params, is_named=is_named, **options)
     take_steps(optimizer, params, 0, steps_before)
     optimizer.param_groups[0]["lr"] = 0.01
 
     resumed_params = copy.deepcopy(params)
-    resumed = new_optimizer(resumed_params, is_named=is_named, normuon_beta2=beta2)
+    resumed = new_optimizer(resumed_params, is_named=is_named, **options)
     resumed.load_state_dict(on_disk_and_back(optimizer.state_dict()))
     assert resumed.param_groups[0]["lr"] == 0.01
     take_steps(optimizer, params, steps_before, 6)

@@ -57,13 +57,6 @@ def test_diagonal_matrix_matches_the_scalar_polynomial(coefficients):
     torch.testing.assert_close(result, torch.diag(torch.tensor(expected)), rtol=1e-5, atol=1e-6)
 
 
-def test_tall_matches_the_transpose_of_wide():
-    for rows, cols in ((24, 80), (64, 160)):
-        wide = torch.randn(2, rows, cols, generator=torch.Generator().manual_seed(1))
-        tall, expected = (orthogonalize(matrices) for matrices in (wide.mT, wide))
-        torch.testing.assert_close(tall, expected.mT, rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("steps", [2, 3, 4, 5, 7])
 @pytest.mark.parametrize("shape", [(64, 192), (192, 64)])
 def test_sharing_a_gram_matrix_matches_plain_iterations(shape, steps):

@@ -11,7 +11,6 @@ import torch
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.config.schedules import SCHEDULES
 from hfgolf.config.sections import BatchSection, OptimSection, ScheduleSection, TrainSection
-from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.muon import Muon
 from hfgolf.optim.schedule import (
     apply_schedule,
@@ -108,14 +107,6 @@ def test_clock_schedule_matches_step_schedule_at_constant_speed(shape):
 
 def test_zero_length_steps_do_not_predict_the_end():
     assert projected_steps(3, 0.0) == projected_steps(0, 0.5) == math.inf
-
-
-def test_warmdown_ends_on_time_if_steps_slow_down():
-    """The remaining time decides, not the number of steps made."""
-    schedule = ScheduleSection(name="wsd", warmdown_fraction=0.5)
-    for step, progress in ((10, 0.5), (11, 0.75), (12, 0.99)):
-        value = learning_rate_multiplier(step, projected_steps(step, progress), schedule)
-        assert value == pytest.approx((1 - progress) / 0.5)
 
 
 MINUTES = 2
@@ -252,21 +243,3 @@ def test_apply_schedule_scales_each_group_from_its_peak(weight_decay):
         assert [muon["weight_decay"], sgd["weight_decay"]] == pytest.approx([0.1 * decay, 0.3 * decay])
         assert muon["momentum"] == pytest.approx({2: 0.89, 5: 0.95, 8: 0.95}[step])
         assert sgd["momentum"] == 0.95, "momentum of SGD is constant"
-
-
-@EVERY_SHAPE
-def test_schedule_depends_only_on_the_step(shape):
-    """An optimizer that makes every step and one that starts in the middle have bitwise equal numbers."""
-    optim = OptimSection(momentum_warmup_steps=100)
-    schedule = ScheduleSection(**shape, warmup_steps=5, floor=0.1, weight_decay="learning_rate")
-    names = ("model.layers.0.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight")
-
-    def settings(steps: range) -> list[dict]:
-        optimizer = build_optimizer([(name, torch.ones(2, 2, requires_grad=True)) for name in names], optim, {})
-        for step in steps:
-            apply_schedule(optimizer, step, 60, optim, schedule)
-        numbers = ("lr", "initial_lr", "weight_decay", "initial_weight_decay", "momentum")
-        return [{key: group[key] for key in numbers} for group in optimizer.param_groups]
-
-    assert settings(range(48)) == settings(range(47, 48))
-    assert settings(range(48)) != settings(range(49))

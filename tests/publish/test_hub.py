@@ -8,7 +8,7 @@ import shutil
 
 import pytest
 from hub_server import TOKEN, serving_here
-from tiny_export import ROOT, SUMMARY, build_tiny, card_of, contents, push
+from tiny_export import SUMMARY, build_tiny, card_of, contents, push
 
 from hfgolf.publish import hub as hub_module
 from hfgolf.publish.export import export_model
@@ -203,11 +203,11 @@ def test_parts_of_weights_are_pushed_as_the_index_names_them(tmp_path):
 
 
 @pytest.mark.slow
-def test_run_pushes_during_training_and_at_the_end(tiny_run, hub, python, tmp_path):
+def test_run_pushes_during_training_and_at_the_end(tiny_run, our_hub, run_script, tmp_path):
     options = {"hub.push": "true", "hub.repo_id": "user/trained", "hub.every_steps": 3}
-    outcome = python(ROOT / "scripts" / "train.py", *tiny_run(**options), endpoint=hub.endpoint)
-    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
-    repository = hub.repositories["user/trained"]
+    status, said, error = run_script("train.py", *tiny_run(**options))
+    assert status == 0 and TOKEN not in said + error, said + error
+    repository = our_hub.repositories["user/trained"]
     assert repository.commits[0] == "step 3" and "validation loss" in repository.commits[-1]
     exported = contents(tmp_path / "runs" / "tiny" / "model")
     assert set(repository.files) == {name for name in exported if not name.endswith(".py")}, "native by default"

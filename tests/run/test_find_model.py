@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import sys
@@ -10,10 +9,11 @@ import time
 from pathlib import Path
 
 import pytest
-from faults import flip_a_bit
+from faults import flip_a_bit, start
 from tiny_export import build_tiny
 
 from hfgolf.checkpoint.store import begin_checkpoint, commit_checkpoint, prune
+from hfgolf.config.parse import load_config
 from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.downloads import is_cached_only
 from hfgolf.data.tokenizer import find_tokenizer
@@ -204,20 +204,19 @@ def test_a_run_that_trains_in_another_process_is_sampled_meanwhile(tiny_run, tmp
         "train__keep_last": 1,
         "train__eval_every_steps": 10**6,
     }
-    command = [sys.executable, str(ROOT / "scripts" / "train.py"), *tiny_run(**endless)]
     folder = tmp_path / "runs" / "tiny"
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as training:
-        try:
-            while not list(folder.glob("checkpoints/step-*")):
-                assert training.poll() is None
-                time.sleep(0.1)
-            used: set[str] = set()
-            while len(used) < 3:
-                assert training.poll() is None
-                used.add(load_exported(str(folder))[0].name_or_path)
-            said = run_script("generate.py", folder, "one and", "--max_new_tokens", 4)
-            assert said.status == 0 and said.out.startswith("one and")
-            assert said.err.startswith(f"model: {folder / 'checkpoints' / 'step-'}")
-        finally:
-            training.kill()
+    training = start(load_config(tiny_run(**endless)), tmp_path / "output")
+    try:
+        while not list(folder.glob("checkpoints/step-*")):
+            assert training.is_alive(), (tmp_path / "output").read_text()
+            time.sleep(0.1)
+        used: set[str] = set()
+        while len(used) < 3:
+            assert training.is_alive()
+            used.add(load_exported(str(folder))[0].name_or_path)
+        said = run_script("generate.py", folder, "one and", "--max_new_tokens", 4)
+        assert said.status == 0 and said.out.startswith("one and")
+        assert said.err.startswith(f"model: {folder / 'checkpoints' / 'step-'}")
+    finally:
+        training.kill()
+        training.join()

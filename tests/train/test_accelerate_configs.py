@@ -49,7 +49,7 @@ def test_fsdp2_config_sets_what_the_fsdp2_tests_set(monkeypatch):
 
 
 def start(name, tmp_path, arguments, *options, program=TRAIN):
-    """Start `accelerate launch` with a file; see test_each_config_trains for what a CPU needs."""
+    """Start `accelerate launch` with a file; see test_each_config_of_several_processes_trains for what a CPU needs."""
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(FOLDER / f"{name}.yaml")]
     return subprocess.Popen(
         [*launch, *options, str(program), *arguments],
@@ -68,8 +68,8 @@ assert os.environ["ACCELERATE_USE_FSDP"] == "true" and os.environ["FSDP_VERSION"
 
 @pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", ["one_gpu", pytest.param("fsdp2", marks=sharded.needs_fsdp2), "multi_node"])
-def test_each_config_trains(tiny_run, tmp_path, name):
+@pytest.mark.parametrize("name", [pytest.param("fsdp2", marks=sharded.needs_fsdp2), "multi_node"])
+def test_each_config_of_several_processes_trains(tiny_run, tmp_path, name):
     """The real command, with what a CPU needs.
 
     ACCELERATE_USE_CPU: accelerate would look for GPUs. --num_processes 2 instead of 8 and 16: each would need a core.
@@ -86,16 +86,14 @@ def test_each_config_trains(tiny_run, tmp_path, name):
     if name == "multi_node":
         two += ["--main_process_ip", "127.0.0.1", "--machine_rank"]
         launches = [start(name, tmp_path, arguments, *two, rank) for rank in ("0", "1")]
-    elif name == "one_gpu":
-        launches = [start(name, tmp_path, arguments)]
     else:
-        launches = [start(name, tmp_path, arguments, *two, program=sharded_train if name == "fsdp2" else TRAIN)]
+        launches = [start(name, tmp_path, arguments, *two, program=sharded_train)]
     try:
         said = [launch.communicate(timeout=150)[0] for launch in launches]
     finally:
         for launch in launches:
             launch.kill()
     assert [launch.returncode for launch in launches] == [0] * len(launches), said
-    assert ("2 processes of " in said[0]) == (name != "one_gpu")
+    assert "2 processes of " in said[0]
     assert ", bf16 (accelerate)" in said[0]
     assert json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())["steps"] == 2

@@ -109,8 +109,8 @@ def test_compiled_model_compiles_once(run, chat_run, graphs):
     assert len(read_rows(folder / "metrics.jsonl")) == 3
 
 
-def test_a_run_on_text_cannot_continue_on_conversations(run, tiny_run, chat_run):
-    run(tiny_run(train__max_steps=1))
+def test_a_run_on_text_cannot_continue_on_conversations(run, copied_run, chat_run):
+    copied_run(train__max_steps=1)
     with pytest.raises(UserError, match=r"data\.messages_column: the tokenizer has no chat template") as caught:
         run(chat_run(train__resume="latest", train__resume_with_other="data"))
     assert "\n" not in str(caught.value)

@@ -40,24 +40,6 @@ def test_saves_every_ten_minutes_by_default(of_run):
     assert is_due(of_run, 1799)
 
 
-def test_one_request_gives_one_checkpoint(of_run):
-    of_run.signals.save = 1
-    assert is_due(of_run, 1)
-    of_run.clock.note_save()
-    assert not is_due(of_run, 2)
-
-
-def test_expected_steps_follow_current_speed_up_to_max_steps():
-    """Including the seconds of an evaluation since the last step."""
-    spent = [0.0]
-    stopwatch = SimpleNamespace(training_seconds=lambda: spent[0])
-    limits = TrainSection(max_minutes=1.0)
-    by_time, shorter = (clock.Clock(limits, TrainState(step=100), stopwatch, Signals(), n) for n in (math.inf, 150))
-    spent[0] = 30.0
-    assert by_time.expected_steps() == pytest.approx(200)
-    assert shorter.expected_steps() == 150
-
-
 @pytest.mark.parametrize(("minutes", "steps"), [(1e-9, [1, 2, 3, 4]), ("null", [4])])
 def test_run_saves_after_the_configured_minutes(run, tiny_run, monkeypatch, minutes, steps):
     saved = []

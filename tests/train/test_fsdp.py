@@ -8,7 +8,6 @@ import itertools
 import json
 import os
 import pkgutil
-import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -49,11 +48,33 @@ def assert_same_weights(ours: Path, theirs: Path) -> None:
         torch.testing.assert_close(weight, other[name], rtol=1e-4, atol=1e-5)
 
 
-def test_fsdp2_trains_saves_and_exports_as_ddp_does(tiny_run, tmp_path):
-    """With accumulation, clipping, averages, samples, checkpoints and an export."""
+def worsen() -> None:
+    """Let validation get worse with each evaluation, so that the weights of the first one are the best."""
+    real, calls = validation.evaluate_loss, itertools.count()
+
+    def worsening(*arguments: Any, **options: Any) -> Any:
+        evaluation = real(*arguments, **options)
+        return dataclasses.replace(evaluation, nats=evaluation.nats * (1 + next(calls)))
+
+    validation.evaluate_loss = worsening
+
+
+def worsen_shards_and_push(endpoint: str) -> None:
+    """The same under FSDP2, with this server for the Hub."""
+    worsen()
+    shard()
+    take_for_the_hub(pytest.MonkeyPatch(), endpoint)
+
+
+def test_fsdp2_trains_saves_exports_and_pushes_as_ddp_does(tiny_run, tmp_path):
+    """With accumulation, clipping, averages, samples, checkpoints and an export of the best weights."""
     options = OPTIONS | {"model__tie_word_embeddings": "false", "optim__ema_export": "true"}
-    train_on_two(tiny_run(run__name="ddp", **options), tmp_path / "output")
-    train_on_two(tiny_run(run__name="fsdp", **options), tmp_path / "output", shard)
+    pushes = {"hub__push": "true", "hub__repo_id": "user/sharded", "hub__every_steps": 3, "hub__format": "golf"}
+    train_on_two(tiny_run(run__name="ddp", **options), tmp_path / "output", worsen)
+    with serving() as server:
+        prepare = functools.partial(worsen_shards_and_push, server.endpoint)
+        train_on_two(tiny_run(run__name="fsdp", **options, **pushes), tmp_path / "output", prepare)
+        repository = server.repositories["user/sharded"]
     ddp, fsdp = tmp_path / "runs" / "ddp", tmp_path / "runs" / "fsdp"
     assert_same_course(fsdp, ddp)
     for name in ("model/model.safetensors", *(f"checkpoints/latest/{n}.safetensors" for n in ("model", "ema"))):
@@ -63,36 +84,19 @@ def test_fsdp2_trains_saves_and_exports_as_ddp_does(tiny_run, tmp_path):
     summaries = [json.loads((folder / "summary.json").read_text()) for folder in (fsdp, ddp)]
     assert summaries[0]["val_loss"] == pytest.approx(summaries[1]["val_loss"], rel=1e-5)
     assert summaries[0]["parameters"] == summaries[1]["parameters"] and "sample" in summaries[0]
+    assert [summary["step"] for summary in summaries] == [3, 3]
+    assert_same_weights(fsdp / "model" / "model.safetensors", fsdp / "checkpoints" / "best" / "ema.safetensors")
     samples = [(folder / "metrics.jsonl").read_text().count('"sample"') for folder in (fsdp, ddp)]
     assert samples[0] == samples[1] > 0
+    assert repository.commits[0] == "step 3" and "validation loss" in repository.commits[-1]
+    assert repository.files["model.safetensors"] == (fsdp / "model" / "model.safetensors").read_bytes()
 
 
-def worsen() -> None:
-    """Train with FSDP2. Validation gets worse after the first evaluation, so that its weights are the best."""
-    real, calls = validation.evaluate_loss, itertools.count()
-
-    def worsening(*arguments: Any, **options: Any) -> Any:
-        evaluation = real(*arguments, **options)
-        return dataclasses.replace(evaluation, nats=evaluation.nats * (1 + next(calls)))
-
-    validation.evaluate_loss = worsening
-    shard()
-
-
-def test_fsdp2_exports_the_best_weights(tiny_run, tmp_path):
-    options = OPTIONS | {"optim__ema_decay": "null"}
-    train_on_two(tiny_run(run__name="fsdp", **options), tmp_path / "output", worsen)
-    fsdp = tmp_path / "runs" / "fsdp"
-    assert json.loads((fsdp / "summary.json").read_text())["step"] == 3
-    assert_same_weights(fsdp / "model" / "model.safetensors", fsdp / "checkpoints" / "best" / "model.safetensors")
-
-
-def test_fsdp2_trains_in_bf16_with_gradient_checkpointing(run, tiny_run, tmp_path):
+def test_fsdp2_trains_in_bf16_with_gradient_checkpointing(shared_run, tiny_run, tmp_path):
     """One process computes the same in bf16 up to its rounding; FSDP2 also rounds the weights that it gathers."""
     options = OPTIONS | {"train__mixed_precision": "bf16", "model__gradient_checkpointing": "true"}
-    straight = run(tiny_run(run__name="straight", **options))
     train_on_two(tiny_run(run__name="fsdp", **options), tmp_path / "output", shard)
-    assert losses(tmp_path / "runs" / "fsdp") == pytest.approx(losses(straight), rel=5e-3)
+    assert losses(tmp_path / "runs" / "fsdp") == pytest.approx(losses(shared_run(**options)), rel=5e-3)
 
 
 def compile_cheaply() -> None:
@@ -102,10 +106,10 @@ def compile_cheaply() -> None:
     shard()
 
 
-def test_compiled_fsdp2_computes_as_uncompiled(run, tiny_run, tmp_path):
+def test_compiled_fsdp2_computes_as_uncompiled(shared_run, tiny_run, tmp_path):
     """The pass that compiles leaves no gradients behind."""
     options = OPTIONS | {"train__max_steps": 3}
-    straight = run(tiny_run(run__name="straight", **options))
+    straight = shared_run(**options)
     arguments = tiny_run(run__name="fsdp", **options, train__compile="true")
     train_on_two(arguments, tmp_path / "output", compile_cheaply)
     assert losses(tmp_path / "runs" / "fsdp") == pytest.approx(losses(straight), rel=1e-5)
@@ -113,17 +117,15 @@ def test_compiled_fsdp2_computes_as_uncompiled(run, tiny_run, tmp_path):
     assert norms[0] == pytest.approx(norms[1], rel=1e-5)
 
 
-def test_a_run_moves_between_one_process_ddp_and_fsdp2(run, tiny_run, tmp_path):
-    straight = run(tiny_run(run__name="straight", **OPTIONS, train__max_steps=9))
-    first = run(tiny_run(run__name="first", **OPTIONS, train__max_steps=3))
-    shutil.copytree(first, first.with_name("second"), symlinks=True)
-    options = {"run__name": "second", **OPTIONS, "train__resume": "latest"}
+def test_a_run_moves_between_one_process_ddp_and_fsdp2(run, tiny_run, shared_run, copied_run, tmp_path):
+    straight = shared_run(**OPTIONS, train__max_steps=9)
+    copied_run(**OPTIONS, train__max_steps=3)
+    options = OPTIONS | {"train__resume": "latest"}
     train_on_two(tiny_run(**options, train__max_steps=5), tmp_path / "output")
     train_on_two(tiny_run(**options, train__max_steps=8), tmp_path / "output", shard)
-    shutil.copytree(first.with_name("second"), first.with_name("third"), symlinks=True)
-    third = run(tiny_run(**options | {"run__name": "third"}, train__max_steps=9))
-    assert losses(third) == pytest.approx(losses(straight), rel=1e-5)
-    assert_same_weights(third / "model" / "model.safetensors", straight / "model" / "model.safetensors")
+    moved = run(tiny_run(**options, train__max_steps=9))
+    assert losses(moved) == pytest.approx(losses(straight), rel=1e-5)
+    assert_same_weights(moved / "model" / "model.safetensors", straight / "model" / "model.safetensors")
 
 
 SAVE, COMMIT = ("hfgolf.checkpoint.contents", "save_optimizer"), ("hfgolf.checkpoint.contents", "commit_checkpoint")
@@ -173,24 +175,6 @@ def test_fsdp2_run_that_is_killed_in_its_saves_ends_as_one_that_is_not(tiny_run,
     assert valid_steps(killed / "checkpoints") == [2, 3, 6]
     assert losses(killed) == losses(straight)
     assert verdict(diff_runs(evidence(RunFolder(straight)), evidence(RunFolder(killed))), 6, is_exact=True)[0]
-
-
-def with_hub(endpoint: str) -> None:
-    """Train with FSDP2 and this server for the Hub."""
-    shard()
-    take_for_the_hub(pytest.MonkeyPatch(), endpoint)
-
-
-def test_fsdp2_pushes_whole_weights(tiny_run, tmp_path):
-    pushes = {"hub__push": "true", "hub__repo_id": "user/sharded", "hub__every_steps": 3, "hub__format": "golf"}
-    with serving() as server:
-        arguments = tiny_run(**OPTIONS, **pushes)
-        train_on_two(arguments, tmp_path / "output", functools.partial(with_hub, server.endpoint))
-        repository = server.repositories["user/sharded"]
-    assert repository.commits[0] == "step 3" and "validation loss" in repository.commits[-1]
-    pushed = tmp_path / "pushed.safetensors"
-    pushed.write_bytes(repository.files["model.safetensors"])
-    assert_same_weights(pushed, tmp_path / "runs" / "tiny" / "model" / "model.safetensors")
 
 
 @pytest.mark.parametrize(

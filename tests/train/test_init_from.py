@@ -326,12 +326,16 @@ def test_a_name_on_the_hub_is_weights(build, exported, monkeypatch, tmp_path):
 
 @pytest.mark.slow
 def test_the_old_text_is_watched_and_changes_nothing_else(run, tiny_run, from_weights, tmp_path):
+    """Trackers get its losses, too, and the evaluation before the first step."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
     before = run(tiny_run(run__name="before"))
     other = tmp_path / "other.txt"
     other.write_text("Quite another text. " * 200)
     new = {"data__files": other, "data__split": "contiguous", "optim__ema_decay": 0.9, "optim__ema_export": "true"}
     without = run(from_weights(before, run__name="without", **new))
-    watched = run(from_weights(before, run__name="watched", data__old_text=before, **new))
+    options = new | {"data__old_text": before, "track__trackers": "[tensorboard]"}
+    watched = run(from_weights(before, run__name="watched", **options))
     old_loss = json.loads((before / "summary.json").read_text())["val_loss"]
     events = read_metrics(watched / "metrics.jsonl").events
     start = next(event for event in events if event["event"] == "init_from")
@@ -353,6 +357,11 @@ def test_the_old_text_is_watched_and_changes_nothing_else(run, tiny_run, from_we
     assert f"<dt>bits per byte before the first step</dt><dd>{start['val_bits_per_byte']:.4f}</dd>" in report
     assert "chart-old_bits_per_byte" in report
     assert "trained from the weights of before (sha256 " in (watched / "model" / "README.md").read_text()
+    written = EventAccumulator(str(next(watched.rglob("events.out.tfevents*")).parent))
+    written.Reload()
+    for column, name in {"val_loss": "val/loss", "old_val_loss": "val/old_loss"}.items():
+        found = {event.step: event.value for event in written.Scalars(name)}
+        assert found == pytest.approx({row["step"]: row[column] for row in (start, *evaluated)}, rel=1e-6)
 
 
 @pytest.mark.slow
@@ -384,20 +393,6 @@ def test_scripts_before_a_run_read_no_weights(exported, from_weights, run_script
     model, _ = build_tiny(hidden_size=24)
     assert sum(json.loads(plan.out)["parameters"].values()) == model.num_parameters()
     assert json.loads(plan.out)["data"]["vocabulary"] == 257
-
-
-@pytest.mark.slow
-def test_trackers_get_the_evaluation_before_the_first_step(run, from_weights, exported, corpus_file):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    folder = run(from_weights(exported(), data__old_text=corpus_file, track__trackers="[tensorboard]"))
-    (start,) = [event for event in read_metrics(folder / "metrics.jsonl").events if event["event"] == "init_from"]
-    written = EventAccumulator(str(next(folder.rglob("events.out.tfevents*")).parent))
-    written.Reload()
-    for column, name in {"val_loss": "val/loss", "old_val_loss": "val/old_loss"}.items():
-        rows = [start, *(row for row in read_rows(folder / "metrics.jsonl") if row.get(column) is not None)]
-        found = {event.step: event.value for event in written.Scalars(name)}
-        assert found == pytest.approx({row["step"]: row[column] for row in rows}, rel=1e-6) and len(found) == 3
 
 
 @pytest.mark.slow

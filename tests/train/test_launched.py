@@ -6,11 +6,14 @@ import inspect
 import re
 
 import pytest
+import torch
 from accelerate.utils import launch
+from torch.torch_version import TorchVersion
 
 from hfgolf.config.parse import load_config
 from hfgolf.system.errors import UserError
 from hfgolf.train import launched, process
+from hfgolf.train.setup import set_up
 
 SWITCHES = {"MEGATRON_LM_": "ACCELERATE_USE_MEGATRON_LM", "PARALLELISM_CONFIG_": "ACCELERATE_USE_PARALLELISM_CONFIG"}
 
@@ -28,11 +31,25 @@ def test_each_setting_that_accelerate_exports_is_known():
     } == set()
 
 
-@pytest.mark.parametrize("switch", [*SWITCHES.values(), "ACCELERATE_USE_DEEPSPEED", "ACCELERATE_USE_SAGEMAKER"])
-def test_what_has_settings_of_its_own_is_refused_as_a_whole(monkeypatch, switch):
-    monkeypatch.setenv(switch, "true")
-    with pytest.raises(UserError, match=rf"^accelerate: {switch}=true \(its config.*\): hfgolf .*; start "):
-        process.processes()
+def test_a_refused_setting_stops_a_run_before_anything_is_written(monkeypatch, tiny_run, tmp_path):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match=r"^accelerate: .*DeepSpeed; start .*--use_fsdp --fsdp_version 2"):
+        set_up(load_config(tiny_run()))
+    assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "version", "message"),
+    [
+        ({}, "2.13.0", "FSDP version 1, its default, flattens the matrices that Muon needs; start"),
+        ({"FSDP_VERSION": "1"}, "2.13.0", "FSDP version 1, its default, flattens"),
+        ({"FSDP_VERSION": "2"}, "2.9.1+cu130", r"FSDP2 needs torch 2\.13 or newer, this is 2\.9\.1"),
+    ],
+)
+def test_only_fsdp2_with_a_recent_torch_shards(monkeypatch, settings, version, message):
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    with pytest.raises(UserError, match=f"^accelerate: {message}"):
+        launched.check_settings({"ACCELERATE_USE_FSDP": "true"} | settings)
 
 
 @pytest.mark.parametrize("name", launched.REFUSED)

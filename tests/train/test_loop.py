@@ -25,25 +25,6 @@ from hfgolf.train import loop, setup, validation
 from hfgolf.train.loop import due
 
 ROOT = Path(__file__).parents[2]
-COLUMNS = [
-    "step",
-    "epoch",
-    "tokens",
-    "train_loss",
-    "train_losses",
-    "grad_norms",
-    "sample_hashes",
-    "val_loss",
-    "val_bits_per_byte",
-    "learning_rate",
-    "grad_norm",
-    "tokens_per_second",
-    "mfu",
-    "data_seconds",
-    "compute_seconds",
-    "memory_bytes",
-    "elapsed_seconds",
-]
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -56,7 +37,6 @@ def test_run_writes_all_documented_files(run, tiny_run, capsys):
     )
     table = rows(folder)
     assert [row["step"] for row in table] == sorted({1, *range(7, 60, 7), 25, 50, 30, 60})
-    assert all(set(COLUMNS) <= set(row) for row in table)
     assert abs(table[0]["train_loss"] - math.log(257)) < 0.3
     assert table[-1]["train_loss"] < 2.5 < table[0]["train_loss"]
     assert table[-1]["tokens"] == 60 * 256
@@ -82,7 +62,8 @@ def test_run_writes_all_documented_files(run, tiny_run, capsys):
 @pytest.mark.parametrize(("precision", "loss_rtol", "weight_atol"), [("no", 1e-5, 1e-4), ("bf16", 1e-2, 0.1)])
 def test_accumulation_is_exact(run, tiny_run, precision, loss_rtol, weight_atol):
     """1x16 = 4x4 = 16x1, with the optimizer that people have: only tokens_per_step matters, not the micro-batches."""
-    options = {"batch__tokens_per_step": 512, "train__max_steps": 8, "train__mixed_precision": precision}
+    options = {"batch__tokens_per_step": 512, "train__max_steps": 5, "train__mixed_precision": precision}
+    options |= {"train__eval_every_steps": 100, "train__save_every_steps": "null"}
     first, *others = (
         run(tiny_run(run__name=f"micro{size}", batch__micro_batch_size=size, **options)) for size in (16, 4, 1)
     )
@@ -298,12 +279,12 @@ def test_full_evaluation_is_not_repeated_at_the_end(run, tiny_run, monkeypatch):
 def test_max_minutes_ends_the_run_and_its_schedule(run, tiny_run):
     folder = run(
         tiny_run(
-            train__max_steps=100000, train__max_minutes=0.05, train__eval_every_steps=100000, schedule__name="linear"
+            train__max_steps=100000, train__max_minutes=0.03, train__eval_every_steps=100000, schedule__name="linear"
         )
     )
     last = rows(folder)[-1]
     assert last["step"] < 100000
-    assert last["elapsed_seconds"] >= 3.0
+    assert last["elapsed_seconds"] >= 1.8
     assert last["val_loss"] is not None
     assert last["learning_rate"] < 0.2 * 0.02
 
@@ -314,8 +295,8 @@ def test_max_epochs_counts_passes_over_the_blocks(run, tiny_run):
     assert 0.1 <= last["epoch"] < 0.1 + 256 / 32 / 1000
 
 
-def test_finished_run_is_not_overwritten_by_another_config(run, tiny_run):
-    folder = run(tiny_run())
+def test_finished_run_is_not_overwritten_by_another_config(run, copied_run, tiny_run):
+    folder = copied_run()
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(
         UserError, match=r"another config \(optim.learning_rate 0.02 -> 0.5\); choose another --run.name"

@@ -108,6 +108,8 @@ class Reader:
         for path in steps:
             if not self._once(self._is_valid, path, below(tree, f"{RUN}/{path}")):
                 found.append(f"{path} is half")
+        links = {path: f"checkpoints/{what[3:]}" for path, what in run.items() if what.startswith("-> ")}
+        found += [f"{path} leads to {to}, which is not there" for path, to in links.items() if to not in steps]
         newest = max(steps.values(), default=0)
         if newest < saved_step:
             found.append(f"step {saved_step} was saved, step {newest} is there")

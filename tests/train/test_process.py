@@ -17,9 +17,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from architectures import VOCABULARY, tiny_model
-from torch.torch_version import TorchVersion
+from faults import FORKING
 
 from hfgolf.config.parse import load_config
+from hfgolf.config.sections import RunConfig
 from hfgolf.evaluate.context import uncompiled
 from hfgolf.model import causal_blocks
 from hfgolf.model.configuration_golf import GolfConfig
@@ -30,7 +31,6 @@ from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.train import compilation, decisions, launched, process, setup
 from hfgolf.train.announce import announce_device
 from hfgolf.train.compilation import compile_in_place, should_compile
-from hfgolf.train.setup import set_up
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -98,11 +98,6 @@ def test_precision_is_that_of_the_config_of_accelerate_or_of_the_hardware(
         assert (answer.config.train.mixed_precision, answer.sources["train.mixed_precision"]) == (outcome, source)
 
 
-def test_gradients_are_views_of_what_ddp_reduces():
-    handler = setup._build_accelerator(load_config(["--train.max_steps=1"]).config).ddp_handler
-    assert handler.gradient_as_bucket_view
-
-
 @pytest.mark.parametrize(("layers", "megabytes", "buckets"), [(12, 118, 4), (1, 44, 2)])
 def test_ddp_has_few_buckets_because_each_is_a_compiled_graph(layers, megabytes, buckets):
     """GPT-2 124M has 13 by default. DDP begins with one of 1 MB."""
@@ -115,6 +110,8 @@ def test_ddp_has_few_buckets_because_each_is_a_compiled_graph(layers, megabytes,
     limits = [dist._DEFAULT_FIRST_BUCKET_BYTES, size * 2**20]
     assignment, _ = dist._compute_bucket_assignment_by_size(list(model.parameters())[::-1], limits)
     assert len(assignment) == buckets
+    accelerator = setup._build_accelerator(load_config(["--train.max_steps=1"]).config)
+    assert accelerator.ddp_handler.gradient_as_bucket_view, "gradients are views of what DDP reduces"
 
 
 @pytest.mark.parametrize(("precision", "lines"), [("bf16", 1), ("fp16", 0), ("no", 0)])
@@ -216,11 +213,11 @@ def test_halved_micro_batch_compiles_for_its_own_size(monkeypatch):
     assert kinds == [[torch.Tensor], [torch.Tensor]], "a torch.SymInt is a symbolic size"
 
 
-DEPTH_SCALE = {"norm_depth_scale": True, "num_hidden_layers": 12, "hidden_size": 8, "num_attention_heads": 1}
+DEPTH_SCALE = {"norm_depth_scale": True, "num_hidden_layers": 3, "hidden_size": 8, "num_attention_heads": 1}
 COMPILED = {  # {name: (what makes the model, graphs)}
     "golf": (lambda: GolfForCausalLM(GolfConfig(vocab_size=VOCABULARY, hidden_size=32, num_attention_heads=2)), 3),
     "one layer": (lambda: GolfForCausalLM(GolfConfig(vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=1)), 1),
-    "layers that differ": (lambda: GolfForCausalLM(GolfConfig(vocab_size=VOCABULARY, **DEPTH_SCALE)), 14),
+    "layers that differ": (lambda: GolfForCausalLM(GolfConfig(vocab_size=VOCABULARY, **DEPTH_SCALE)), 5),
     **{
         name: (functools.partial(tiny_model, name), count)
         for name, count in {"llama": 3, "gpt2": 2, "mamba": 3}.items()
@@ -242,7 +239,7 @@ def test_layers_that_are_alike_are_compiled_once(name, monkeypatch):
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self, **kw: compile_module(self, backend=record, **kw))
     torch.manual_seed(0)
     model = make().train()
-    ids = torch.randint(VOCABULARY, (3, 16))
+    ids = torch.randint(VOCABULARY, (3, 4))
 
     def run_once() -> None:
         model.zero_grad()
@@ -311,32 +308,6 @@ def test_processes_that_accelerate_cannot_join_are_refused(of_two, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     with pytest.raises(UserError, match="WORLD_SIZE: 2 processes were started, but accelerate can use only 1 on"):
         process.processes()
-
-
-@pytest.mark.parametrize(
-    ("launcher", "said"),
-    [
-        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "hfgolf does not train with DeepSpeed; start with"),
-        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP version 1, its default, flattens the matrices that Muon needs; start"),
-        ({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "1"}, "FSDP version 1, its default, flattens"),
-    ],
-)
-def test_sharding_that_cannot_work_is_refused_before_anything_is_written(
-    monkeypatch, tiny_run, tmp_path, launcher, said
-):
-    for name, value in launcher.items():
-        monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match=f"^accelerate: .*{said}.*--use_fsdp --fsdp_version 2"):
-        set_up(load_config(tiny_run()))
-    assert not (tmp_path / "runs").exists()
-
-
-def test_fsdp2_with_an_older_torch_is_refused(monkeypatch, tiny_run):
-    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(torch, "__version__", TorchVersion("2.9.1+cu130"))
-    with pytest.raises(UserError, match=r"^accelerate: FSDP2 needs torch 2\.13 or newer, this is 2\.9\.1"):
-        set_up(load_config(tiny_run()))
 
 
 @pytest.mark.parametrize(
@@ -431,39 +402,31 @@ def test_memory_freed_by_set_up_is_given_back_and_by_a_step_reused():
         "kept = [faults() for _ in range(8)]\n"
         "print(freed, min(returned), sorted(kept)[4])\n"  # the heap may have to grow a second time
     )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=without_large_pages()
-    )
+    environment = {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, env=environment)
     freed, returned, kept = map(int, done.stdout.split())
     assert freed > 90e6 and returned > 1000 and kept < 100
-
-
-def without_large_pages() -> dict[str, str]:
-    """Return the environment as it was before any test set up a run."""
-    return {key: value for key, value in os.environ.items() if key != "THP_MEM_ALLOC_ENABLE"}
 
 
 LARGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 
 
-@pytest.mark.slow
+def tell_large_pages(answer: Any) -> None:
+    """Send how much memory of 64 MB is in large pages. The imports before must not have made torch decide."""
+    os.environ.pop("THP_MEM_ALLOC_ENABLE", None)
+    process.tune_memory(RunConfig())
+    tensor = torch.ones(2**24)
+    in_large_pages = Path("/proc/self/smaps_rollup").read_text().split("AnonHugePages:")[1].split()[0]
+    answer.send(1024 * int(in_large_pages) / tensor.nbytes)
+
+
 @pytest.mark.skipif(not LARGE_PAGES.exists() or "[never]" in LARGE_PAGES.read_text(), reason="no large pages here")
-def test_tensors_of_small_models_use_huge_pages():
-    program = (
-        "import torch\n"
-        "import hfgolf.train.loop\n"  # its imports must not make torch decide earlier
-        "from pathlib import Path\n"
-        "from hfgolf.config.sections import RunConfig\n"
-        "from hfgolf.train.process import tune_memory\n"
-        "tune_memory(RunConfig())\n"
-        "x = torch.ones(2**24)\n"
-        "pages = Path('/proc/self/smaps_rollup').read_text()\n"
-        "print(pages.split('AnonHugePages:')[1].split()[0])\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=True, env=without_large_pages()
-    )
-    assert int(done.stdout) / 2**16 > 0.9  # kB, of 64 MB
+def test_tensors_of_small_models_use_large_pages():
+    answers, answer = FORKING.Pipe(duplex=False)
+    process_ = FORKING.Process(target=tell_large_pages, args=(answer,))
+    process_.start()
+    assert answers.recv() > 0.9
+    process_.join()
 
 
 @pytest.mark.parametrize(

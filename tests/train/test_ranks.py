@@ -7,20 +7,18 @@ import logging
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from faults import losses, start_two, train_on_two, valid_steps
 
+import hfgolf
 from hfgolf.commands.evidence import diff_runs, evidence, verdict
+from hfgolf.commands.find_lr import MIN_STEPS, sweep_rates
+from hfgolf.commands.lr_sweep import find_lr
 from hfgolf.run.folder import RunFolder
 from hfgolf.system import ranks
 from hfgolf.system.errors import UserError
@@ -60,28 +58,21 @@ def assert_one_line(said: list[str], pattern: str) -> None:
     assert re.findall("error: .*", said[0]) == re.findall("error: .*", said[1])
 
 
-def less_memory_on_second_rank() -> None:
+def second_rank_has_less_memory_and_is_faster() -> None:
     real = decisions.choose_micro_batch_size
     decisions.choose_micro_batch_size = lambda *arguments: 2 if on_second_rank() else min(4, real(*arguments))
-
-
-def test_micro_batch_is_what_fits_on_every_rank(tiny_run, tmp_path):
-    arguments = tiny_run(**SAME | {"batch__micro_batch_size": "auto"})
-    train_on_two(arguments, tmp_path / "output", less_memory_on_second_rank)
-    assert "= 2 sequences x 32 tokens x 2 micro-batches x 2 processes" in (tmp_path / "output").read_text()
-
-
-def compiling_pays_on_first_rank_only() -> None:
     logging.getLogger("hfgolf").setLevel(logging.DEBUG)
     compilation.should_compile = lambda *_, **__: (
         (False, "rank 1 is faster") if on_second_rank() else (True, "it would pay")
     )
 
 
-def test_ranks_compile_only_if_all_do(tiny_run, tmp_path):
-    arguments = tiny_run(**SAME, train__compile="auto")
-    train_on_two(arguments, tmp_path / "output", compiling_pays_on_first_rank_only)
-    assert "compile: no, because rank 1 is faster" in (tmp_path / "output").read_text()
+def test_micro_batch_is_what_fits_on_every_rank_and_ranks_compile_only_if_all_do(tiny_run, tmp_path):
+    arguments = tiny_run(**SAME | {"batch__micro_batch_size": "auto", "train__compile": "auto"})
+    train_on_two(arguments, tmp_path / "output", second_rank_has_less_memory_and_is_faster)
+    said = (tmp_path / "output").read_text()
+    assert "= 2 sequences x 32 tokens x 2 micro-batches x 2 processes" in said
+    assert "compile: no, because rank 1 is faster" in said
 
 
 def bf16_is_fast_on_first_rank_only() -> None:
@@ -158,7 +149,7 @@ def fail_on(rank: str, phase: str, error: Exception) -> None:
         setattr(*FAILING[phase], fail)
 
 
-@pytest.mark.parametrize(("rank", "phase"), [("1", "claim"), ("1", "step"), ("0", "tokens")])
+@pytest.mark.parametrize(("rank", "phase"), [("1", "claim"), ("0", "tokens")])
 def test_error_on_one_rank_ends_all_with_its_line(tiny_run, tmp_path, rank, phase):
     prepare = functools.partial(fail_on, rank, phase, NO_DISK)
     said = said_by_both(tiny_run(**SAME), tmp_path / "output", prepare)
@@ -262,14 +253,7 @@ def ends_itself(rank: str, phase: str, number: int) -> None:
         setattr(*FAILING[phase], lambda *_, **__: signal.raise_signal(number))
 
 
-@pytest.mark.parametrize(
-    ("rank", "phase", "number"),
-    [
-        ("1", "build", signal.SIGINT),
-        ("0", "start", signal.SIGTERM),
-        ("1", "tokens", signal.SIGKILL),
-    ],
-)
+@pytest.mark.parametrize(("rank", "phase", "number"), [("1", "build", signal.SIGINT), ("0", "start", signal.SIGTERM)])
 def test_rank_that_ends_before_the_first_step_ends_the_other_on_its_machine(tiny_run, tmp_path, rank, phase, number):
     """Neither waits for minutes, and the one that is left says what happened, whichever rank it has."""
     processes = start_two(tiny_run(**SAME), tmp_path / "output", functools.partial(ends_itself, rank, phase, number))
@@ -279,11 +263,9 @@ def test_rank_that_ends_before_the_first_step_ends_the_other_on_its_machine(tiny
     assert time.monotonic() - began_at < 100
     survivor = 1 - int(rank)
     assert processes[survivor].exitcode == 2
-    name = signal.Signals(number).name
     said = (tmp_path / f"output{survivor or ''}").read_text()
-    if number == signal.SIGKILL or survivor == 0:
-        what = "gives no sign of life; it was killed" if number == signal.SIGKILL else f"stopped by {name}"
-        assert re.search(rf"error: rank {rank}( \(\S+\))?: {what}", said), said
+    if survivor == 0:
+        assert re.search(rf"error: rank {rank}( \(\S+\))?: stopped by {signal.Signals(number).name}", said), said
     assert "Traceback" not in said and "frame #" not in said
 
 
@@ -302,12 +284,12 @@ def test_machines_without_a_shared_folder_are_told_at_the_start(tiny_run, tmp_pa
 
 
 def first_rank_takes_longer_than_the_group_waits() -> None:
-    process._PATIENCE = timedelta(seconds=6)
+    process._PATIENCE = timedelta(seconds=4)
     real = setup.load_tokens
 
     def load(*arguments: Any) -> Any:
         if not on_second_rank():
-            time.sleep(8)
+            time.sleep(5)
         return real(*arguments)
 
     setup.load_tokens = load
@@ -317,80 +299,20 @@ def test_first_rank_may_take_longer_than_the_group_waits(tiny_run, tmp_path):
     train_on_two(tiny_run(**SAME), tmp_path / "output", first_rank_takes_longer_than_the_group_waits)
 
 
-FIND_LR_WITHOUT_TOKENS = f"""import os, runpy, sys
-from hfgolf.system.errors import UserError
-if os.environ["RANK"] == "1":
-    from hfgolf.train import setup
-    def fail(*arguments):
-        raise UserError("data: the disk of rank 1 is gone.")
-    setup.load_tokens = fail
-sys.argv[0] = {str(ROOT / "scripts" / "find_lr.py")!r}
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+def find_lr_without_tokens() -> None:
+    """A command that is no training run, on two processes of one machine."""
+    fail_on("1", "tokens", NO_DISK)
+    hfgolf.train = lambda resolved: find_lr(resolved, sweep_rates(1e-4, 1.0, MIN_STEPS))
 
 
-def test_error_on_rank_1_of_a_torchrun_is_one_line_of_its_machine(tiny_run, tmp_path):
-    program = tmp_path / "find_lr.py"
-    program.write_text(FIND_LR_WITHOUT_TOKENS)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(program)]
-    done = subprocess.run(
-        [*command, *tiny_run(**SAME)],
-        cwd=tmp_path,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode != 0
-    errors = [said for said in done.stderr.splitlines() if said.startswith("error: ")]
-    line = r"error: rank 1 \(\S+\): data: the disk of rank 1 is gone\."
-    assert len(errors) == 1 and re.match(line, errors[0]), done.stderr
-
-
-def torchrun_on_two_machines(
-    folder: Path,
-    arguments: list[str],
-    meanwhile: Callable[[list[subprocess.Popen[str]]], None] = lambda machines: None,
-) -> list[str]:
-    """Start scripts/train.py by two torchruns, each with one process in a folder of its own; return what each says.
-
-    meanwhile: is called with the two torchruns.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    machines = []
-    for number in (0, 1):
-        (folder / f"machine{number}").mkdir(exist_ok=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node_rank={number}"]
-        command += ["--nproc_per_node=1", "--master_addr=127.0.0.1", f"--master_port={port}"]
-        machines.append(
-            subprocess.Popen(
-                [*command, str(ROOT / "scripts" / "train.py"), *arguments],
-                cwd=folder / f"machine{number}",
-                env=os.environ | {"PYTHONPATH": str(ROOT)},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-        )
-    try:
-        meanwhile(machines)
-        return [machine.communicate(timeout=120)[0] for machine in machines]
-    finally:
-        for machine in machines:
-            machine.kill()
-
-
-def power_off_second(machines: list[subprocess.Popen[str]], checkpoints: Path, number: int) -> None:
-    """Kill -9 a torchrun and its process, as soon as there are this many valid checkpoints."""
-    until = time.monotonic() + 90
-    while len(valid_steps(checkpoints)) < number:
-        assert all(machine.poll() is None for machine in machines) and time.monotonic() < until
-        time.sleep(0.02)
-    torchrun = psutil.Process(machines[1].pid)
-    for process_ in (torchrun, *torchrun.children(recursive=True)):
-        process_.kill()
+def test_error_on_rank_1_of_another_command_is_one_line_of_its_machine(tiny_run, tmp_path):
+    processes = start_two(tiny_run(**SAME), tmp_path / "output", find_lr_without_tokens)
+    for one in processes:
+        one.join(60)
+    assert [one.exitcode for one in processes] == [2, 2]
+    said = "".join((tmp_path / f"output{rank}").read_text() for rank in ("", "1"))
+    assert len(re.findall("error: ", said)) == 1 and "Traceback" not in said
+    assert re.search(r"error: rank 1 \(\S+\): data: the disk of this machine is gone\.", said), said
 
 
 def test_a_machine_that_is_killed_ends_the_other_and_the_resumed_run_is_the_same(tiny_run, tmp_path):
@@ -399,13 +321,21 @@ def test_a_machine_that_is_killed_ends_the_other_and_the_resumed_run_is_the_same
     options |= {"train__keep_last": 99}
     straight, killed = tmp_path / "runs" / "straight", tmp_path / "runs" / "killed"
     train_on_two(tiny_run(run__name="straight", **options), tmp_path / "output")
+    prepare = functools.partial(on_own_machine, functools.partial(machine_with_a_disk_of_its_own, tmp_path))
     arguments = tiny_run(run__name="killed", **options, data__cache_dir="cache", train__resume="auto")
-    power_off = functools.partial(power_off_second, checkpoints=killed / "checkpoints", number=3)
-    said = torchrun_on_two_machines(tmp_path, arguments, meanwhile=power_off)[0]
+    processes = start_two(arguments, tmp_path / "of the killed", prepare)
+    while len(valid_steps(killed / "checkpoints")) < 3:
+        assert all(one.is_alive() for one in processes), (tmp_path / "of the killed").read_text()
+        time.sleep(0.02)
+    processes[1].kill()
+    for one in processes:
+        one.join(60)
+    said = (tmp_path / "of the killed").read_text()
+    assert [one.exitcode for one in processes] == [2, -9], said
     assert len(re.findall(r"error: rank 1( \(\S+\))?: gives no sign of life", said)) == 1, said
     assert not (killed / "summary.json").exists()
     newest = valid_steps(killed / "checkpoints")[-1]
-    assert all((tmp_path / f"machine{number}" / "cache" / "tokens").is_dir() for number in (0, 1))
+    assert all((tmp_path / f"disk{rank}" / "cache" / "tokens").is_dir() for rank in (0, 1))
     train_on_two(tiny_run(run__name="killed", **options, train__resume="auto"), tmp_path / "output")
     assert f"at step {newest}\n" in (tmp_path / "output").read_text()
     assert losses(killed) == losses(straight)

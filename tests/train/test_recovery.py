@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hfgolf.checkpoint import contents
 from hfgolf.checkpoint.state import TrainState
-from hfgolf.config.sections import TrainSection
+from hfgolf.config.parse import load_config
 from hfgolf.data.batches import block_starts, sample_hash
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.muon import Muon
@@ -244,36 +244,13 @@ def test_rollback_skips_a_checkpoint_that_yields_no_good_step(run, tiny_run, bre
 
 
 def test_rollback_may_reuse_a_checkpoint_that_yielded_good_steps(run, tiny_run, spoil_gradients):
-    spoil_gradients(lambda step: step in (6, 7, 9, 10))
+    """What the first rollback excluded stays excluded."""
+    runs = spoil_gradients(lambda step: step in (6, 7, 9, 10))
     folder = run(tiny_run(train__max_skipped_steps=2, train__max_steps=9, **NO_EVALUATION))
     rollbacks = [event for event in events(folder) if event["event"] == "rollback"]
     assert [(event["step"], event["from_step"]) for event in rollbacks] == [(6, 8), (6, 9)]
-    assert rollbacks[-1]["excluded_blocks"] == [[48, 64], [72, 88]]
-
-
-def test_excluded_blocks_stay_excluded_after_an_earlier_rollback(run, tiny_run, spoil_gradients):
-    """The second rollback goes further back, where another two batches are bad."""
-
-    def is_bad(step: int) -> bool:
-        return step in (6, 7, 8, 9) or (step in (4, 5) and runs[0].state.rollbacks == 2)
-
-    runs = spoil_gradients(is_bad)
-    folder = run(tiny_run(train__max_skipped_steps=2, train__max_steps=8, **NO_EVALUATION))
-    assert hashes(folder) == hashes_of([0, 1, 2, 3, 10, 11, 12, 13], blocks_per_epoch(runs[0]))
-    assert saved_state(folder)["excluded_blocks"] == [[32, 48], [48, 64], [64, 80]]
-
-
-def test_failed_sample_does_not_stop_a_run(run, tiny_run, break_weights, caplog):
-    """If weights overflow, the run rolls back, and each failed sample is one line."""
-    break_weights(4, 1e38)
-    options = {"train__save_every_steps": 4, "train__max_skipped_steps": 3, "train__max_steps": 8}
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(tiny_run(**options))
-    told = [event["event"] for event in events(folder) if event["event"] in ("sample_failed", "rollback")]
-    assert told == ["sample_failed", "rollback"] * 2  # to step 4, then further back
-    lines = [line for line in caplog.messages if line.startswith("no sample at step 6: The model's logits are not fin")]
-    assert len(lines) == 2
-    assert "sample" in json.loads((folder / "summary.json").read_text())
+    assert rollbacks[-1]["excluded_blocks"] == saved_state(folder)["excluded_blocks"] == [[48, 64], [72, 88]]
+    assert hashes(folder) == hashes_of([*range(6), 8, 11, 12], blocks_per_epoch(runs[0]))
 
 
 @pytest.fixture
@@ -301,36 +278,25 @@ def shake_weights(edit_run):
     return install
 
 
-LONGER = {"train__max_steps": 80, "train__keep_last": 9}
-LOSSES = {"optim__adamw_learning_rate": 0.001, "train__max_steps": 60, "train__save_every_steps": 10, **NO_EVALUATION}
-
-
-def test_lasting_spike_rolls_back_if_configured(run, tiny_run, shake_weights, caplog):
-    shake_weights(39)
-    assert TrainSection(max_steps=1).rollback_on == ["nonfinite"]
+@pytest.mark.parametrize("cause", ["spike", "divergence"])
+def test_a_lasting_rise_of_the_loss_rolls_back_to_before_it_if_configured(run, tiny_run, shake_weights, caplog, cause):
+    """A spike excludes all batches since it began, a divergence only the last one."""
+    shake_weights(39, until_rollback=cause == "divergence")
+    assert load_config(tiny_run()).config.train.rollback_on == ["nonfinite"]
+    options = {"optim__adamw_learning_rate": 0.001, "train__save_every_steps": 10, "train__keep_last": 9}
+    options |= {"train__max_steps": 80, "train__rollback_on": f"[nonfinite, {cause}]", **NO_EVALUATION}
     with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(tiny_run(**LOSSES, train__rollback_on="[nonfinite, spike]"))
-    (rollback,) = [event for event in events(folder) if event["event"] == "rollback"]
-    assert (rollback["cause"], rollback["step"], rollback["from_step"]) == ("spike", 30, 43)
-    assert rollback["excluded_blocks"] == [[38 * 8, 43 * 8]]
-    assert "step-000040 was saved after the problem began; going further back" in caplog.messages
-    assert len([line for line in caplog.messages if line.startswith("step 43: the training loss is ")]) == 1
-    after = losses(folder)
-    assert len(after) == 60 and max(after[30:]) < 1.2 * after[29]
-    assert json.loads((folder / "summary.json").read_text())["rollbacks"] == 1
-
-
-def test_divergence_rolls_back_to_the_lowest_loss(run, tiny_run, shake_weights, caplog):
-    shake_weights(39, until_rollback=True)
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(tiny_run(**LOSSES | LONGER, train__rollback_on="[nonfinite, divergence]"))
+        folder = run(tiny_run(**options))
     (rollback,) = [event for event in events(folder) if event["event"] == "rollback"]
     last = rollback["from_step"]
-    assert (rollback["cause"], rollback["step"]) == ("divergence", 30) and last > 39
-    assert rollback["excluded_blocks"] == [[8 * (last - 1), 8 * last]], "a divergence excludes only the last batch"
+    assert (rollback["cause"], rollback["step"]) == (cause, 30) and last > 39
+    assert rollback["excluded_blocks"] == [[8 * (38 if cause == "spike" else last - 1), 8 * last]]
     assert "step-000040 was saved after the problem began; going further back" in caplog.messages
+    said = f"step {last}: the {'training' if cause == 'spike' else 'median training'} loss is "
+    assert len([line for line in caplog.messages if line.startswith(said)]) == 1
     after = losses(folder)
     assert len(after) == 80 and max(after[30:]) < 1.2 * after[29]
+    assert json.loads((folder / "summary.json").read_text())["rollbacks"] == 1
 
 
 def test_loss_watch_distinguishes_spikes_from_divergence():
@@ -535,52 +501,27 @@ def test_other_errors_are_not_treated_as_out_of_memory(run, tiny_run, lack_memor
         run(tiny_run())
 
 
-def test_early_stopping_ends_the_run(run, tiny_run, validation_losses):
-    """2.45 is the best, and its second time is no improvement."""
-    validation_losses([3.0, 2.5, 2.45, 2.6, 2.45])
-    options, last = {"train__patience_evals": 2}, 10
-    folder = run(tiny_run(train__max_steps=20, train__eval_every_steps=2, train__save_every_steps=20, **options))
-    assert [row["step"] for row in rows(folder)] == list(range(1, last + 1))
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["step"], summary["steps"], summary["is_best"]) == (6, last, True)
-    assert summary["val_loss"] == pytest.approx(2.45)
-    checkpoints = folder / "checkpoints"
-    assert (checkpoints / "latest").resolve().name == f"step-{last:06d}"
-    exported, best = (load_file(path / "model.safetensors") for path in (folder / "model", checkpoints / "step-000006"))
-    assert all(torch.equal(exported[name], best[name]) for name in best)
-    card = (folder / "model" / "README.md").read_text()
-    assert f"the weights of step 6, the best by validation loss. The run took {last} steps" in card
-
-
-def test_averages_are_saved_evaluated_and_exported(run, tiny_run):
-    """Their own loss selects them."""
-    folder = run(tiny_run(train__max_steps=12, optim__ema_decay=0.4, optim__ema_export="true"))
-    evaluated = [row for row in rows(folder) if row["val_loss"] is not None]
-    assert all(row["val_loss_ema"] != row["val_loss"] for row in evaluated)
-    best = min(evaluated, key=lambda row: row["val_loss_ema"])
-    summary = json.loads((folder / "summary.json").read_text())
-    assert (summary["step"], summary["weights"]) == (best["step"], "ema")
-    assert summary["val_loss"] == pytest.approx(best["val_loss_ema"], rel=1e-6)
-    exported = load_file(folder / "model" / "model.safetensors")
-    averages = load_file(folder / "checkpoints" / "best" / "ema.safetensors")
-    assert all(torch.equal(exported[name], averages[name]) for name in averages)
-    assert "the moving-average weights" in (folder / "model" / "README.md").read_text()
-
-
-def test_best_averages_of_an_earlier_step_are_exported(run, tiny_run, validation_losses):
+@pytest.mark.parametrize(("exported", "file", "best"), [("true", "ema", 4), ("false", "model", 2)])
+def test_the_weights_that_are_exported_select_the_best_step_by_their_own_loss(
+    run, tiny_run, validation_losses, exported, file, best
+):
     """The raw weights are best at step 2, the averages at step 4."""
     validation_losses([1.0, 3.0, 2.0, 2.0, 2.5, 2.5, 2.0])
-    folder = run(tiny_run(optim__ema_decay=0.9, optim__ema_export="true", train__eval_every_steps=2))
-    assert (folder / "checkpoints" / "best").resolve().name == "step-000004"
-    exported = load_file(folder / "model" / "model.safetensors")
-    averages = load_file(folder / "checkpoints" / "step-000004" / "ema.safetensors")
-    assert all(torch.equal(exported[name], averages[name]) for name in averages)
+    folder = run(tiny_run(optim__ema_decay=0.9, optim__ema_export=exported, train__eval_every_steps=2))
+    checkpoint = folder / "checkpoints" / "best"
+    assert checkpoint.resolve().name == f"step-{best:06d}"
+    summary = json.loads((folder / "summary.json").read_text())
+    assert summary["step"] == best and (summary.get("weights") == "ema") == (file == "ema")
+    weights = load_file(folder / "model" / "model.safetensors")
+    saved = load_file(checkpoint / f"{file}.safetensors")
+    assert all(torch.equal(weights[name], saved[name]) for name in saved)
+    assert ("the moving-average weights" in (folder / "model" / "README.md").read_text()) == (file == "ema")
 
 
-def test_without_ema_export_raw_weights_are_selected_and_exported(run, tiny_run):
-    folder = run(tiny_run(optim__ema_decay=0.9))
-    evaluated = [row for row in rows(folder) if row["val_loss"] is not None]
-    assert saved_state(folder)["best_val_loss"] == min(row["val_loss"] for row in evaluated)
-    exported = load_file(folder / "model" / "model.safetensors")
-    raw = load_file(folder / "checkpoints" / "best" / "model.safetensors")
-    assert all(torch.equal(exported[name], raw[name]) for name in raw)
+def test_an_average_without_memory_is_the_weights(run, tiny_run):
+    """optim.ema_decay 0 is a decay, not the absence of an average."""
+    folder = run(tiny_run(optim__ema_decay=0, optim__ema_export="true", train__max_steps=3))
+    (row,) = [row for row in rows(folder) if row["val_loss"] is not None]
+    assert row["val_loss_ema"] == row["val_loss"]
+    averages, raw = (load_file(folder / "checkpoints/latest" / f"{name}.safetensors") for name in ("ema", "model"))
+    assert averages and all(torch.equal(averages[name], raw[name]) for name in averages)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -30,7 +27,7 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
-def test_no_secret_is_written_by_a_run(tiny_run, corpus_file, tmp_path):
+def test_no_secret_is_written_by_a_run(tiny_run, run_script, corpus_file, tmp_path, monkeypatch):
     server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=corpus_file.parent))
     Thread(target=server.serve_forever, daemon=True).start()
     url = f"http://127.0.0.1:{server.server_port}/{corpus_file.name}?token={IN_URL}"
@@ -40,16 +37,16 @@ def test_no_secret_is_written_by_a_run(tiny_run, corpus_file, tmp_path):
         run__output_dir=tmp_path / "output",
         track__project=SECRETS["HF_TOKEN"],
     )
-    environment = os.environ | SECRETS | {"WANDB_MODE": "offline", "HF_HOME": str(tmp_path / "home")}
-    command = [sys.executable, "scripts/train.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+    for name, value in (SECRETS | {"WANDB_MODE": "offline"}).items():
+        monkeypatch.setenv(name, value)
+    said = run_script("train.py", *arguments)
     server.shutdown()
-    assert done.returncode == 0, done.stderr
+    assert said.status == 0, said.err
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {"config.yaml", "metadata.json", "metrics.jsonl", "README.md", "manifest.json"} <= names
     assert any(name.endswith(".wandb") for name in names) and any("tfevents" in name for name in names)
-    written = {str(path): path.read_bytes() for path in files} | {"terminal": (done.stdout + done.stderr).encode()}
+    written = {str(path): path.read_bytes() for path in files} | {"terminal": (said.out + said.err).encode()}
     for secret in (*SECRETS.values(), IN_URL):
         assert [path for path, content in written.items() if secret.encode() in content] == []
     folder = tmp_path / "output" / "tiny"

@@ -19,7 +19,7 @@ from hfgolf.data.batches import Segments, block_starts, part_starts, sample_hash
 from hfgolf.hooks import push, standard_hooks
 from hfgolf.system.errors import UserError
 from hfgolf.train import decisions, setup, validation
-from hfgolf.train.feed import blocks_per_epoch, epoch, halve_until_it_fits, start_batches
+from hfgolf.train.feed import blocks_per_epoch, epoch, start_batches
 from hfgolf.train.hooks import Hooks
 from hfgolf.train.run import Run
 
@@ -62,9 +62,8 @@ def test_muon_multiplies_in_the_precision_of_the_run(build, monkeypatch, precisi
     assert {group["newton_schulz_dtype"] for group in run.optimizer.param_groups} == {decided}
 
 
-def test_a_run_from_before_newton_schulz_was_decided_resumes_by_auto(run, build, tiny_run):
-    folder = run(tiny_run(train__max_steps=3))
-    checkpoint = folder / "checkpoints" / "step-000003"
+def test_a_run_from_before_newton_schulz_was_decided_resumes_by_auto(copied_run, build):
+    checkpoint = copied_run(train__max_steps=3) / "checkpoints" / "step-000003"
     identity = json.loads((checkpoint / "run.json").read_text())
     identity["config"]["optim.newton_schulz_dtype"] = "auto"
     (checkpoint / "run.json").write_text(json.dumps(identity))
@@ -91,35 +90,12 @@ def test_the_loader_goes_on_after_what_was_read_without_what_is_excluded(build):
     assert epoch(run) == 27 / blocks_per_epoch(run), "excluded blocks count as read"
 
 
-def test_memory_that_runs_out_halves_the_micro_batch_and_repeats_the_step_from_its_beginning(build):
-    run = build()
-    sizes = []
-
-    def work() -> str:
-        assert all(parameter.grad is None for parameter in run.raw_model.parameters())
-        batch = next(run.batches)
-        sizes.append(len(batch["input_ids"]))
-        with run.accelerator.accumulate(run.model):
-            run.accelerator.backward(run.model(**{k: v for k, v in batch.items() if k != "sample_hash"}).loss)
-        if len(sizes) < 3:
-            raise torch.OutOfMemoryError("out of memory")
-        return "done"
-
-    assert halve_until_it_fits(run, work) == "done"
-    assert sizes == [8, 4, 2] and run.accumulation_steps == 4 and run.accelerator.step == 1
-
-
 @pytest.mark.parametrize(("tokens", "blocks"), [("96", 3), ("97", 4), ("null", None)])
 def test_the_first_segmented_tokens_are_read_as_segments(build, tokens, blocks):
     run = build(batch__segment_length=8, batch__segmented_tokens=tokens)
     starts, length = part_starts(run.config.order_seed, np.arange(8), blocks_per_epoch(run), 32, Segments(8, blocks))
     assert length == 8 and starts.shape == (32,)
     assert next(run.batches)["sample_hash"] == sample_hash(starts)
-
-
-def test_segments_as_long_as_sequences_change_nothing(build):
-    segments, sequences = build(batch__segment_length=32), build(run__name="sequences")
-    assert next(segments.batches)["sample_hash"] == next(sequences.batches)["sample_hash"]
 
 
 def test_chunks_of_the_loss_are_as_large_on_all_ranks(build, monkeypatch):
@@ -157,16 +133,6 @@ def test_muon_orthogonalizes_q_k_and_v_separately(build):
     assert {name: rows for name, rows in splits.items() if rows} == {
         f"model.layers.{layer}.self_attn.qkv_proj.weight": (32, 32, 32) for layer in range(2)
     }
-
-
-def test_memory_is_allocated_before_the_first_step(build, monkeypatch):
-    """Freed memory is kept, the optimizer has its state, and the tokenizer knows the maximal length."""
-    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")
-    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
-    run = build()
-    assert os.environ["THP_MEM_ALLOC_ENABLE"] == "1"
-    assert all(run.optimizer.state[parameter] for parameter in run.raw_model.parameters())
-    assert run.tokens.tokenizer.model_max_length == 32
 
 
 @pytest.mark.parametrize("is_averaged", [False, True])
@@ -212,6 +178,7 @@ def test_low_memory_halves_the_state_recomputes_and_takes_no_large_pages(build, 
     monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", "")
     monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
     run = build(train__low_memory=str(low_memory).lower())
+    assert all(run.optimizer.state[parameter] for parameter in run.raw_model.parameters()), "before the first step"
     assert os.environ["THP_MEM_ALLOC_ENABLE"] == ("0" if low_memory else "1")
     kept = {value.dtype for state in run.optimizer.state.values() for name, value in state.items() if name != "step"}
     assert kept == {torch.bfloat16 if low_memory else torch.float32}

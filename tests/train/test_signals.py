@@ -18,9 +18,12 @@ from typing import Any
 
 import psutil
 import pytest
-from faults import start_two
+from faults import FORKING, events, rows, start_two, train_here
 
+from hfgolf.checkpoint import contents
+from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.evaluate import loss
+from hfgolf.run.metrics import read_rows
 from hfgolf.system.signals import Signals, Stopped, is_launcher
 from hfgolf.train import loop, setup
 
@@ -85,22 +88,10 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
             started.process.wait()
 
 
-def lines(folder: Path) -> list[dict[str, Any]]:
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
-    return [json.loads(line) for line in lines if line.endswith("\n")]
-
-
-def rows(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in lines(folder) if "event" not in row]
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    return [row for row in lines(folder) if "event" in row]
-
-
 def last_step(folder: Path) -> int:
-    return rows(folder)[-1]["step"] if rows(folder) else 0
+    metrics = folder / "metrics.jsonl"
+    rows = read_rows(metrics) if metrics.is_file() else []
+    return rows[-1]["step"] if rows else 0
 
 
 def assert_stopped_at_its_last_row(folder: Path, output: str, name: str) -> None:
@@ -162,7 +153,7 @@ def test_closed_terminal_saves_and_exits_with_129(tiny_run, tmp_path):
         process.kill()
     step = last_step(folder)
     assert (folder / "checkpoints" / f"step-{step:06d}" / "manifest.json").is_file()
-    (stopped,) = [row for row in events(folder) if row["event"] == "stopped"]
+    (stopped,) = [event for event in events(folder) if event["event"] == "stopped"]
     assert (stopped["signal"], stopped["step"]) == ("SIGHUP", step)
 
 
@@ -262,62 +253,33 @@ def test_all_processes_leave_an_evaluation_at_the_same_batch(tiny_run, tmp_path)
     assert [path.name for path in (folder / "checkpoints").glob("step-*")] == ["step-000003"] and last_step(folder) == 2
 
 
-DRIVER = """
-import sys, time
-from pathlib import Path
-import hfgolf
-from hfgolf.config.parse import load_config
-from hfgolf.system.command import run_command
-from hfgolf.train import loop
-from hfgolf.checkpoint import contents
+def train_and_save_forever(resolved: ResolvedConfig, output: Path, is_saving: Path) -> None:
+    def never_done(*arguments: Any) -> None:
+        is_saving.touch()
+        time.sleep(600)
 
-def never_done(*arguments):
-    Path(sys.argv.pop(1)).touch()
-    time.sleep(600)
-
-contents.commit_checkpoint = never_done
-resolved = load_config(sys.argv[2:])
-run_command(lambda: hfgolf.train(resolved) and None)
-"""
+    contents.commit_checkpoint = never_done
+    train_here(resolved, output)
 
 
-def test_second_signal_does_not_wait_for_the_save(tiny_run, tmp_path, start):
-    (tmp_path / "driver.py").write_text(DRIVER)
-    is_saving, folder = tmp_path / "is_saving", tmp_path / "runs" / "tiny"
-    arguments = tiny_run(**UNSAVED, train__max_steps=10**5)
-    started = start([sys.executable, str(tmp_path / "driver.py"), str(is_saving), *arguments])
-    started.wait_until(lambda: last_step(folder) > 2)
-    started.process.send_signal(signal.SIGTERM)
-    started.wait_until(is_saving.exists)
+def test_second_signal_does_not_wait_for_the_save(tiny_run, tmp_path):
+    is_saving, folder, output = tmp_path / "is_saving", tmp_path / "runs" / "tiny", tmp_path / "output"
+    resolved = load_config(tiny_run(**UNSAVED, train__max_steps=10**5))
+    process = FORKING.Process(target=train_and_save_forever, args=(resolved, output, is_saving))
+    process.start()
+    for condition in (lambda: last_step(folder) > 2, is_saving.exists):
+        while not condition():
+            assert process.is_alive(), output.read_text()
+            time.sleep(0.01)
+        process.terminate()
     repeated_at = time.monotonic()
-    while started.process.poll() is None:  # within a second it counts as the same request
-        assert time.monotonic() < repeated_at + 60, started.output
-        started.process.send_signal(signal.SIGTERM)
+    while process.is_alive():  # within a second it counts as the same request
+        assert time.monotonic() < repeated_at + 60, output.read_text()
+        process.terminate()
         time.sleep(0.05)
-    assert started.process.returncode == 143
+    assert process.exitcode == 143
     assert not list((folder / "checkpoints").glob("step-*"))
-    assert "stopped by" not in started.output
-
-
-@pytest.mark.distributed
-def test_signal_to_one_process_stops_all_at_the_same_step(tiny_run, tmp_path):
-    folder, output = tmp_path / "runs" / "tiny", tmp_path / "output"
-    processes = start_two(tiny_run(**UNSAVED, train__max_steps=10**5, batch__micro_batch_size=4), output)
-    while last_step(folder) <= 2:
-        assert all(process.is_alive() for process in processes), output.read_text()
-        time.sleep(0.01)
-    psutil.Process(processes[1].pid).send_signal(signal.SIGTERM)
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 143, output.read_text()
-    assert_both_stopped(folder, output.read_text())
-
-
-def assert_both_stopped(folder: Path, output: str) -> None:
-    assert_stopped_at_its_last_row(folder, output, "SIGTERM")
-    manifest = json.loads((folder / "checkpoints" / "latest" / "manifest.json").read_text())
-    assert manifest["processes"] == 2 and {"random_states_0.pkl", "random_states_1.pkl"} <= set(manifest["files"])
-    assert "Traceback" not in output.split("stopped by")[0]
+    assert "stopped by" not in output.read_text()
 
 
 @pytest.mark.distributed
@@ -342,8 +304,13 @@ def test_processes_save_and_end_if_their_launcher_dies(tiny_run, tmp_path, start
     finally:
         for trainer in filter(is_alive, trainers):
             trainer.kill()
-    assert len(trainers) == (2 if launcher is TORCHRUN else 1)
+    processes = 2 if launcher is TORCHRUN else 1
+    assert len(trainers) == processes
     assert_stopped_at_its_last_row(folder, started.output, "SIGTERM")
+    manifest = json.loads((folder / "checkpoints" / "latest" / "manifest.json").read_text())
+    assert manifest["processes"] == processes
+    assert {f"random_states_{rank}.pkl" for rank in range(processes)} <= set(manifest["files"])
+    assert "Traceback" not in started.output.split("stopped by")[0]
 
 
 def is_alive(process: psutil.Process) -> bool:
