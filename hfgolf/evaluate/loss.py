@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-    from hfgolf.data.batches import Stream
+    from hfgolf.data.token_stream import Stream
 
 
 def evaluate_loss(

@@ -17,7 +17,7 @@ from hfgolf.system.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-    from hfgolf.data.batches import Stream
+    from hfgolf.data.token_stream import Stream
 
 _MAX_TOKEN_BYTES = 2**16 - 1
 
