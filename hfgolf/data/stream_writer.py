@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _PROGRESS_SECONDS = 10
+_PATIENCE_SECONDS = 60  # with at most 2 MB of text, which take a second or two
 _ROUND_TRIP_BYTES = 2**18  # evenly sampled validation text to decode once, in about a tenth of a second
 
 
@@ -62,7 +63,7 @@ def write_streams(
     """
     from datasets import DatasetDict, Features, List, Value
 
-    encode = partial(_encode_interruptibly, build_encoder(tokenizer, kind))
+    encode = partial(_encode_patiently, build_encoder(tokenizer, kind))
     is_chat, is_ids = corpus.data.messages_column is not None, corpus.data.ids_column is not None
     rows = corpus.write_rows(scratch / "rows") if is_chat or is_ids else pieces()
     size = embedding_rows(tokenizer)
@@ -207,8 +208,11 @@ def _find_other_encoding(
     )
 
 
-def _encode_interruptibly(encode: Encoder, texts: list[str]) -> Any:
-    """Encode texts in a thread that no process waits for when it ends: a regular expression may take very long."""
+def _encode_patiently(encode: Encoder, texts: list[str]) -> Any:
+    """Encode texts in a thread that no process waits for when it ends, and warn if that takes very long.
+
+    A tokenizer's regular expression may never end.
+    """
     future: Future[Any] = Future()
 
     def work() -> None:
@@ -218,4 +222,13 @@ def _encode_interruptibly(encode: Encoder, texts: list[str]) -> Any:
             future.set_exception(error)
 
     threading.Thread(target=work, name="tokenize", daemon=True).start()
+    done, _ = wait([future], _PATIENCE_SECONDS)
+    if not done:
+        _log.warning(
+            "tokenizing: no progress for %s s in %s pieces of text, of which the first begins %s; the tokenizer's"
+            " regular expressions may take forever on them. Ctrl-C ends this.",
+            _PATIENCE_SECONDS,
+            len(texts),
+            ascii(texts[0][:40]),
+        )
     return future.result()

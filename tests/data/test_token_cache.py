@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -96,12 +97,24 @@ def test_the_folder_is_a_dataset_and_its_chunks_are_read_as_one_stream(write, fi
         assert np.array_equal(reader.read(wanted), stream.tokens.take(wanted, mode="wrap"))
 
 
+def test_a_tokenizer_that_takes_very_long_is_told(data, monkeypatch, caplog):
+    monkeypatch.setattr(stream_writer, "_PATIENCE_SECONDS", 0.01)
+    build_encoder = stream_writer.build_encoder
+
+    def slow(tokenizer, kind):
+        return lambda texts: time.sleep(0.1) or build_encoder(tokenizer, kind)(texts)
+
+    monkeypatch.setattr(stream_writer, "build_encoder", slow)
+    load_tokens(data, BYTE)
+    assert "pieces of text, of which the first begins 'first na" in caplog.text
+
+
 _NEVER_ENDS = """
 import signal, time
-from hfgolf.data.stream_writer import _encode_interruptibly
+from hfgolf.data.stream_writer import _encode_patiently
 signal.alarm(1)  # its default ends the process without Python, as SIGTERM's; Ctrl-C is an exception in Python
 signal.signal(signal.SIGALRM, signal.default_int_handler)
-_encode_interruptibly(lambda texts: time.sleep(10**6), ["a"])
+_encode_patiently(lambda texts: time.sleep(10**6), ["a"])
 """
 
 
