@@ -44,8 +44,8 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path, monkeypatch: pytest.Mon
     assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"note.txt": "old"}
 
 
-def test_folder_is_synced_before_the_rename(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
-    for name, text in (("model", "old"), (".partial-model", "new")):
+def test_folder_is_synced_before_the_rename_also_after_a_kill(tmp_path: Path, calls: list[tuple[str, str]]) -> None:
+    for name, text in (("model", "old"), (".partial-model", "new"), (".replaced-model", "left by a kill")):
         (tmp_path / name / "sub").mkdir(parents=True)
         (tmp_path / name / "sub" / "weights").write_text(text)
     replace_folder(tmp_path / ".partial-model", tmp_path / "model")
@@ -54,14 +54,6 @@ def test_folder_is_synced_before_the_rename(tmp_path: Path, calls: list[tuple[st
     named = calls.index(("rename", "model"))
     assert calls[:named].count(("sync", "weights")) == calls[:named].count(("sync", "sub")) == 1
     assert calls[named + 1 :] == [("sync", tmp_path.name)]
-
-
-def test_folder_is_replaced_despite_leftovers_of_a_kill(tmp_path: Path) -> None:
-    for name in (".replaced-model", "model", ".partial-model"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "weights").write_text(name)
-    replace_folder(tmp_path / ".partial-model", tmp_path / "model")
-    assert {path.name: (path / "weights").read_text() for path in tmp_path.iterdir()} == {"model": ".partial-model"}
 
 
 def test_new_folders_are_synced_in_their_parents(tmp_path: Path, calls: list[tuple[str, str]]) -> None:

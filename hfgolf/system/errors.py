@@ -116,9 +116,7 @@ def writing(key: str, place: Path) -> Iterator[None]:
         raise
     except Exception as error:
         found = refusal(error)
-        if found is None:
-            if not isinstance(error, OSError):
-                raise
-            found = error.strerror or str(error), "choose another folder"
-        what, advice = found
+        if found is None and not isinstance(error, OSError):
+            raise
+        what, advice = found or (getattr(error, "strerror", None) or str(error), "choose another folder")
         raise UserError(f"{key}: cannot write to {place} ({what}); {advice}.") from error
