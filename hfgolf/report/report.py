@@ -1,6 +1,6 @@
 """The report of one run, or of several side by side: one self-contained HTML page, and a picture of the losses.
 
-Owns the content and the output files. The page is templates/report.html with its CSS; figures.py draws its charts. It
+Owns the content and the output files. The page is templates/report.html with its CSS; charts.py draws its charts. It
 runs a script only while its run lasts: templates/reload.js.
 """
 
