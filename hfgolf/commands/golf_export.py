@@ -60,8 +60,6 @@ def main() -> int:
 
     from hfgolf.golf.export import Settings, export
     from hfgolf.golf.source import model_source, run_source
-    from hfgolf.report.report import write_report
-    from hfgolf.run.record import read_run
     from hfgolf.system.signals import Signals
     from hfgolf.train.console import quiet_libraries
 
@@ -78,11 +76,6 @@ def main() -> int:
             raise UserError("--budget_bytes is missing, and the run's config has no golf.budget_bytes; state one.")
         settings = Settings(golf, arguments.column_steps, arguments.mode, arguments.stride, arguments.code_files)
         exported = export(found, settings, output, lambda line: print(line, file=sys.stderr, flush=True))
-    if exported.rows and arguments.run and output == arguments.run / "golf":
-        try:
-            write_report([read_run(arguments.run)], arguments.run / "report.html")
-        except (OSError, UserError) as error:
-            print(f"warning: report not written: {error}", file=sys.stderr)
     data = {name: getattr(exported, name) for name in ("ledger", "table", "problems")}
     data |= {"folder": str(output), "certificate": exported.certificate.line}
     print(json.dumps(data) if arguments.json else _text(exported))

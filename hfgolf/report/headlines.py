@@ -1,4 +1,4 @@
-"""What the figures of a run mean: its three headlines, what they rest on, and several runs against the first.
+"""What the figures of a run mean: its three headlines, what they rest on, and whether several runs compare.
 
 The figures are those of run/record.py; nothing here computes them again.
 """
@@ -13,9 +13,6 @@ from hfgolf.run.metrics import is_number, on_subset
 from hfgolf.run.record import FIGURES, RunRecord, final_figures, format_figures
 
 HEADLINES = ("val_loss", "val_bits_per_byte", "seconds")
-_LEAST = ("val_loss", "val_bits_per_byte", "old_val_bits_per_byte", "train_loss", "seconds", "dollars", "memory_bytes")
-_MOST = ("tokens_per_second", "mfu")
-_IN_UNITS = ("val_loss", "val_bits_per_byte", "old_val_bits_per_byte", "train_loss")  # the others differ in percent
 _BITS_OF_A_BYTE = 8
 _NATS_OF_A_GUESS = 13  # ln of 440,000 tokens
 
@@ -94,40 +91,13 @@ def basis(run: RunRecord) -> list[str]:
     return said
 
 
-def side_by_side(runs: Sequence[RunRecord], prices: Sequence[float | None]) -> dict[str, Any]:
-    """Return {"labels", "rows", "same", "notes"}: the figures that differ, against the first run, the best marked.
-
-    rows: one {label: {"text", "delta", "is_best"}} per run. same: {label: text} of what all runs have in common.
-    """
-    figures = [final_figures(run, price) for run, price in zip(runs, prices, strict=True)]
-    texts = [format_figures(of_run) for of_run in figures]
-    behind, incomparable, notes = [found for run in runs if (found := _evaluated_on(run))], set[str](), list[str]()
+def notes_on_all(runs: Sequence[RunRecord]) -> list[str]:
+    """Say which figures of several runs can't be compared."""
+    behind = [found for run in runs if (found := _evaluated_on(run))]
     if len({num_bytes for _, num_bytes in behind}) > 1:
-        incomparable = {*_IN_UNITS}
-        notes = [
+        return [
             "The runs were evaluated on different amounts of text, so their losses and bits per byte do not compare."
         ]
-    elif len({tokens for tokens, _ in behind}) > 1:
-        incomparable = {"val_loss", "train_loss"}
-        notes = ["The runs cut the same text into different tokens, so their losses do not compare; bits per byte do."]
-    same, labels = {}, []
-    rows: list[dict[str, Any]] = [{} for _ in runs]
-    for key, (label, _) in FIGURES.items():
-        shown = [of_run.get(label) for of_run in texts]
-        if not any(shown):
-            continue
-        if len(set(shown)) == 1 and key not in HEADLINES:
-            same[label] = str(shown[0])
-            continue
-        labels.append(label)
-        known = [of_run[key] for of_run, text in zip(figures, shown, strict=True) if text is not None]
-        choose = None if key in incomparable else min if key in _LEAST else max if key in _MOST else None
-        best = choose(known) if choose and len(known) > 1 and len(set(shown)) > 1 else None
-        for row, of_run, text in zip(rows, figures, shown, strict=True):
-            value = of_run[key] if text is not None else None
-            delta, baseline = "", figures[0][key]
-            if choose and row is not rows[0] and None not in (value, baseline) and math.isfinite(value - baseline):
-                relative = f"{100 * (value / baseline - 1):+.1f} %" if baseline else ""
-                delta = f"{value - baseline:+.4f}" if key in _IN_UNITS else relative
-            row[label] = {"text": text or "", "delta": delta, "is_best": best is not None and value == best}
-    return {"labels": labels, "rows": rows, "same": same, "notes": notes}
+    if len({tokens for tokens, _ in behind}) > 1:
+        return ["The runs cut the same text into different tokens, so their losses do not compare; bits per byte do."]
+    return []

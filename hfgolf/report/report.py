@@ -1,6 +1,6 @@
 """The report of one run, or of several side by side: one self-contained HTML page, and a picture of the losses.
 
-Owns the content and the output files. The page is templates/report.html with its CSS; figures.py draws its charts. It
+Owns the content and the output files. The page is templates/report.html with its CSS; charts.py draws its charts. It
 runs a script only while its run lasts: templates/reload.js.
 """
 
@@ -17,22 +17,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hfgolf import palette
-from hfgolf.report.artifact_bytes import artifact_bytes
 from hfgolf.report.charts import EVENTS, draw_charts, draw_losses, line_style
-from hfgolf.report.headlines import basis, headlines, side_by_side
+from hfgolf.report.headlines import basis, headlines, notes_on_all
 from hfgolf.run.record import (
+    FIGURES,
     RunRecord,
     final_figures,
     format_figures,
     minute,
     seconds_by_kind,
     started_at,
-    stated_price,
     status,
 )
 from hfgolf.system.durable import write_bytes, write_text
 from hfgolf.system.redact import redact, redact_values
-from hfgolf.system.wording import describe_overlap, dollars, duration
+from hfgolf.system.wording import describe_overlap, dollars, duration, join_words
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -71,16 +70,19 @@ def render_page(
     missed that for long. None: it never does. written_at: seconds since 1970; None: now.
     """
     runs = _with_distinct_names(runs)
-    prices = [stated_price(run) if price_per_hour is None else price_per_hour for run in runs]
+    stated = [run.config.get("run.price_per_hour") if price_per_hour is None else price_per_hour for run in runs]
+    prices = [price if isinstance(price, int | float) else None for price in stated]
     now, live = time.time() if written_at is None else written_at, None
     if rewrite_seconds is not None:
         reload_seconds = min(max(_RELOADS_EVERY[0], rewrite_seconds / 4), _RELOADS_EVERY[1])
         until_seconds = max(_RELOADS_FOR[0], _RELOADS_FOR[1] * rewrite_seconds)
         live = {"writtenAt": now, "everySeconds": reload_seconds, "untilSeconds": until_seconds}
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in _NAME_KEYS)
+    described = [_describe(run, number, price) for number, (run, price) in enumerate(zip(runs, prices, strict=True))]
     content = {
-        "runs": [_describe(run, number, price) for number, (run, price) in enumerate(zip(runs, prices, strict=True))],
-        "comparison": side_by_side(runs, prices) if len(runs) > 1 else None,
+        "runs": described,
+        "labels": [label for label, _ in FIGURES.values() if any(label in one["figures"] for one in described)],
+        "notes": notes_on_all(runs),
         "differences": [key for key in keys if any(run.config.get(key) != runs[0].config.get(key) for run in runs)],
         "written": minute(now),
         "live": live,
@@ -124,7 +126,6 @@ def _describe(run: RunRecord, number: int, price: float | None) -> dict[str, Any
     work = sum(seconds.values())
     counts = Counter(event["event"] for event in run.metrics.events)
     events = [event for event in run.metrics.events if event["event"] in EVENTS.keys() - {"finding"}]
-    tensors, said = artifact_bytes(run)
     model, prompt = run.summary.get("model"), run.config.get("train.sample_prompt")
     prompted = f" --prompt {shlex.quote(prompt)}" if prompt else ""
     return {
@@ -150,8 +151,6 @@ def _describe(run: RunRecord, number: int, price: float | None) -> dict[str, Any
             {"saw": "", **event, "causes": _lines(event.get("causes")), "fix": _lines(event.get("fix"))}
             for event in run.events("finding")[:_MAX_LISTED]
         ],
-        "export": said,
-        "tensors": tensors,
         "samples": _samples(run),
         "profile": run.profile,
         "config": run.config_yaml,
@@ -191,7 +190,7 @@ def _facts(run: RunRecord) -> dict[str, str]:
     names = ("data.files", "data.hub_name", "data.source")
     data = next((run.config[name] for name in names if run.config.get(name)), None)
     if isinstance(data, list):
-        data = ", ".join(map(str, data[:3])) + (f" and {len(data) - 3} more" if len(data) > 3 else "")
+        data = join_words(data, maximum=3)
     facts = {
         "started": None if start is None else minute(start),
         "text": None if data is None else str(data),

@@ -40,8 +40,6 @@ class RunRecord:
     summary: dict[str, Any]
     """The final figures; empty if the run is not complete."""
     profile: dict[str, Any]
-    golf: dict[str, dict[str, Any]]
-    """The "ledger" and the "table" of its golf export; both are empty without one."""
 
     @property
     def last(self) -> dict[str, Any]:
@@ -74,14 +72,7 @@ def read_run(folder: Path, metrics: Metrics | None = None) -> RunRecord:
         metadata=read_json(folder / "metadata.json"),
         summary=read_summary(folder / "summary.json"),
         profile=read_json(folder / "profile.json"),
-        golf={name: read_json(folder / "golf" / f"{name}.json") for name in ("ledger", "table")},
     )
-
-
-def stated_price(run: RunRecord) -> float | None:
-    """Return run.price_per_hour of the run's config, in dollars; None if it is not set."""
-    price = run.config.get("run.price_per_hour")
-    return price if isinstance(price, int | float) else None
 
 
 def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any]:

@@ -301,7 +301,7 @@ def test_runs_side_by_side(folder):
     assert header[:2] == ["run", "optim.learning_rate"]  # what differs comes first
     table = [dict(zip(header, row, strict=True)) for row in page.rows[1:3]]
     assert [row["run"] for row in table] == ["one", "two"]
-    assert [row["steps"] for row in table] == ["600", "300"] and table[1]["tokens/s, median"].startswith("77-9")
+    assert [row["steps"] for row in table] == ["600", "300"] and table[1]["tokens/s, median"] == "77"
     assert [row["optim.learning_rate"] for row in table] == ["0.01", "0.02"]
     assert not {"optim.name", "run.name"} & set(header)  # the first is equal in both, the second is only the label
     (loss, *_) = draw_charts([read_run(one), read_run(two)])
@@ -310,33 +310,14 @@ def test_runs_side_by_side(folder):
     assert {line.get_color() for line in axes.lines} == {line_style(0)[0], line_style(1)[0]}
 
 
-def compared(folder, **second):
-    """Return the cells of two runs' validation figures; `second` changes the summary of the second."""
-    summary = {"val_loss": 3.0, "val_bits_per_byte": 1.5, "val_tokens": 100, "val_bytes": 300}
-    one = folder(rows(), name="one", summary_json=summary)
-    two = folder(rows(), name="two", summary_json=summary | second)
-    page = report(one, two)
-    html = (one / "report.html").read_text()
-    best = re.findall(r'<td class="number best">([^<]*)', html)
-    return page, dict(zip(page.rows[0], page.rows[2], strict=True)), best
-
-
-def test_the_better_run_is_bold_and_its_difference_is_stated(folder):
-    _, second, best = compared(folder, val_loss=2.9, val_bits_per_byte=1.45)
-    assert second["validation loss"] == "2.9000-0.1000" and second["bits per byte"] == "1.4500-0.0500"
-    assert best == ["2.9000", "1.4500"]
-
-
 @pytest.mark.parametrize(
-    ("change", "best", "says"),
-    [
-        ({"val_tokens": 110}, ["1.4500"], "bits per byte do"),
-        ({"val_bytes": 301}, [], "different amounts of text"),
-    ],
+    ("change", "says"), [({"val_tokens": 110}, "bits per byte do"), ({"val_bytes": 301}, "different amounts of text")]
 )
-def test_scores_on_other_tokens_or_text_are_not_compared(folder, change, best, says):
-    page, second, found = compared(folder, val_loss=2.9, val_bits_per_byte=1.45, **change)
-    assert second["validation loss"] == "2.9000" and found == best and says in page.text
+def test_scores_on_other_tokens_or_text_do_not_compare(folder, change, says):
+    summary = {"val_loss": 3.0, "val_bits_per_byte": 1.5, "val_tokens": 100, "val_bytes": 300}
+    one, same = (folder(rows(), name=name, summary_json=summary) for name in ("one", "same"))
+    other = folder(rows(), name="other", summary_json=summary | change)
+    assert says in report(one, other).text and "not compare" not in report(one, same).text
 
 
 def test_runs_of_the_same_name_are_numbered(folder, tmp_path):
@@ -599,56 +580,3 @@ def test_seconds_bytes_and_dollars_are_formatted():
     ]
     assert [size(b) for b in (640e6, 949e6, 1.1e9)] == ["640 MB", "949 MB", "1.1 GB"]
     assert [dollars(d) for d in (0, 0.00123, 0.1, 1234.5)] == ["$0.00", "$0.0012", "$0.10", "$1,234.50"]
-
-
-def golf_export_of(run_folder: Path, **changes: Any) -> None:
-    """Put a ledger and a table into a run's folder, as golf_export.py leaves them."""
-    row = {"bytes": 9000.0, "coded_bits": 3.25, "predicted_loss": 2e-4, "measured_loss": None}
-    rows = [
-        {**row, "name": "model.embed_tokens.weight", "nats_per_kilobyte": 3e-5},
-        {**row, "name": "model.layers.0.mlp.up_proj.weight", "nats_per_kilobyte": 1e-5},
-    ]
-    files = [
-        {"name": "artifact.bin", "bytes": 19_000, "counted_by": ["challenge", "everything"]},
-        {"name": "config.yaml", "bytes": 700, "counted_by": ["everything"]},
-    ]
-    scores = {"before": {"bpb": 1.25}, "after": {"bpb": 1.2625}}
-    ledger = {"budget_bytes": 20_000, "count": "challenge", "totals": {"challenge": 19_000}, "files": files, **scores}
-    (run_folder / "golf").mkdir(exist_ok=True)
-    (run_folder / "golf" / "ledger.json").write_text(json.dumps(changes.get("ledger", ledger)))
-    table = {"tensors": rows, "findings": ["embed_tokens has outliers."]}
-    (run_folder / "golf" / "table.json").write_text(json.dumps(table | changes.get("table", {})))
-
-
-def test_a_golf_export_is_shown_by_tensor(folder):
-    run = folder(rows())
-    golf_export_of(run)
-    page = report(run)
-    for said in (
-        "19,000 of 20,000 bytes (artifact.bin 19,000): 1.2625 bits per byte, 1.2500 before rounding.",
-        "The next kilobyte is best spent on embed_tokens: 3e-05 nats per token.",
-        "best taken from layers.0.mlp.up_proj: 1e-05.",
-        "embed_tokens has outliers.",
-        "3.25 bits",
-    ):
-        assert said in page.text
-    assert "measured" not in page.text.split("golf/table.json has all")[0].split("Where the bytes are")[1]
-    path = run / "golf" / "table.json"
-    path.write_text(path.read_text().replace('"measured_loss": null', '"measured_loss": -1e-5'))
-    assert "measured" in report(run).text
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"table": {"tensors": None}},
-        {"table": {"tensors": [{"name": "w", "bytes": "many"}]}},
-        {"table": {"tensors": [7], "findings": 3}},
-        {"ledger": [1]},
-        {"ledger": {"files": [{}], "count": "challenge"}},
-    ],
-)
-def test_a_broken_export_does_not_break_the_report(folder, changes):
-    run = folder(rows())
-    golf_export_of(run, **changes)
-    assert ("Where the bytes are" in report(run).text) is ("table" not in changes)
