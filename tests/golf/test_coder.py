@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hfgolf.golf.artifact import Encoder, frequencies_of
 from hfgolf.golf.decoder import Decoder
 from hfgolf.golf.grid import entropy_bits
-from hfgolf.golf.rans import Encoder, frequencies_of
 
 RANDOM = np.random.default_rng(0)
 
