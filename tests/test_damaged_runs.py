@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from hfgolf.compare.comparison import compare_outcomes
-from hfgolf.compare.markdown import to_markdown
+from hfgolf.compare.comparison import compare_outcomes, to_markdown
 from hfgolf.compare.outcome import group_by_arm, read_outcome
 from hfgolf.doctor.doctor import examine
 from hfgolf.report.curves import read_curve

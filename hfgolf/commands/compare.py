@@ -53,9 +53,8 @@ def main() -> None:
     )
     planned = [] if experiment is None else plan_runs(experiment, output_dir, run_options)
 
-    from hfgolf.compare.comparison import compare_experiment, compare_outcomes
+    from hfgolf.compare.comparison import compare_experiment, compare_outcomes, to_markdown
     from hfgolf.compare.launch import run_missing
-    from hfgolf.compare.markdown import to_markdown
     from hfgolf.compare.outcome import group_by_arm, read_outcome, read_outcomes
     from hfgolf.compare.plot import draw
     from hfgolf.run.folder import RunFolder

@@ -1,7 +1,7 @@
 """Decode an artifact: bytes to config and weights, in integers up to the one multiplication of each weight.
 
 Ships inside score.py, so it imports numpy, the standard library and grid.py only, and stays small. artifact.py
-describes the format and writes it; rans.py is the other half of the coder.
+describes the format and writes it.
 """
 
 from __future__ import annotations

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.compare.comparison import compare_experiment, compare_outcomes
+from hfgolf.compare.comparison import compare_experiment, compare_outcomes, to_markdown
 from hfgolf.compare.experiment import Experiment
-from hfgolf.compare.markdown import to_markdown
 from hfgolf.compare.plot import draw
 from hfgolf.system.errors import UserError
 

@@ -6,8 +6,7 @@ import json
 
 import pytest
 
-from hfgolf.compare.comparison import compare_outcomes
-from hfgolf.compare.markdown import to_markdown
+from hfgolf.compare.comparison import compare_outcomes, to_markdown
 from hfgolf.compare.statistics import equivalence
 
 ALIKE = [0.0012, -0.0007, 0.0021, 0.0004, -0.0015]

@@ -10,13 +10,20 @@ import torch
 from torch.nn import functional as F
 
 from hfgolf.data.batches import build_loader
-from hfgolf.golf.curvature import ROW_FLOOR, Curvature, added, calibration_batches, measure_curvature
+from hfgolf.golf import curvature as module
+from hfgolf.golf.curvature import (
+    ROW_FLOOR,
+    Curvature,
+    added,
+    calibration_batches,
+    measure_curvature,
+    token_counts,
+)
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.modeling_golf import GolfForCausalLM
 
 
 def tiny(**changes):
-    from hfgolf.model.configuration_golf import GolfConfig
-    from hfgolf.model.modeling_golf import GolfForCausalLM
-
     torch.manual_seed(0)
     shape = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = GolfForCausalLM(GolfConfig(**(shape | {"max_position_embeddings": 32} | changes)))
@@ -151,10 +158,8 @@ def test_curvature_sums_are_exact_under_autocast():
 
 
 def test_large_vocabularies_are_measured_in_parts(monkeypatch):
-    from hfgolf.golf import curvature
-
     whole = measure_curvature(tiny(), [text()])
-    monkeypatch.setattr(curvature, "_LOGITS_PER_PASS", 37 * 12)  # one row per pass
+    monkeypatch.setattr(module, "_LOGITS_PER_PASS", 37 * 12)  # one row per pass
     parts = measure_curvature(tiny(), [text()])
     for name, one in whole.items():
         np.testing.assert_allclose(parts[name].row_weights, one.row_weights, rtol=1e-4)
@@ -187,32 +192,35 @@ def test_curvature_predicts_the_rise_of_the_loss(name):
     assert math.log2(np.mean(predicted) / np.mean(measured)) == pytest.approx(0, abs=0.5)
 
 
+class Stream:
+    """Blocks are read in any order, past the end from its beginning."""
+
+    is_target = None
+
+    def __init__(self, tokens):
+        self.tokens = tokens.astype(np.uint16)
+
+    def __len__(self):
+        return len(self.tokens)
+
+    def read(self, indices):
+        return self.tokens.take(indices, mode="wrap")
+
+
 def test_calibration_text_is_what_the_run_would_read_next():
-    class Stream:
-        tokens = np.arange(1000, dtype=np.uint16)
-        is_target = None
-
-        def __len__(self):
-            return len(self.tokens)
-
-        def read(self, indices):
-            return self.tokens.take(indices, mode="wrap")
-
-    batches = list(
-        calibration_batches(Stream(), seed=3, sequence_length=10, blocks_read=40, num_tokens=205, batch_size=8)
-    )
+    stream, settings = Stream(np.arange(1000)), {"seed": 3, "sequence_length": 10, "blocks_read": 40}
+    batches = list(calibration_batches(stream, **settings, num_tokens=205, batch_size=8))
     assert [len(batch["input_ids"]) for batch in batches] == [8, 8, 4]
-    loader = build_loader(
-        Stream(),
-        sequence_length=10,
-        micro_batch_size=20,
-        accumulation=1,
-        rank=0,
-        world=1,
-        seed=3,
-        num_steps=1,
-        blocks_read=40,
-    )
+    loader = build_loader(stream, **settings, micro_batch_size=20, accumulation=1, rank=0, world=1, num_steps=1)
     (expected,) = loader
     for key in ("input_ids", "shift_labels"):
         assert torch.equal(torch.cat([batch[key] for batch in batches]), expected[key])
+
+
+def test_long_streams_are_counted_in_evenly_spaced_parts(monkeypatch):
+    stream = Stream(np.repeat(np.arange(8), 1000))
+    np.testing.assert_array_equal(token_counts(stream, 10), [1000] * 8 + [0, 0])
+    monkeypatch.setattr(module, "_COUNTED_TOKENS", 640)
+    counted = token_counts(stream, 10)
+    assert counted.sum() == 640 and counted[8:].sum() == 0
+    np.testing.assert_allclose(counted[:8], 80, atol=10)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 from tiny_golf import measured_model
 
 from hfgolf.config.sections import GolfSection
-from hfgolf.golf import curvature as curvature_module
-from hfgolf.golf.curvature import token_counts
 from hfgolf.golf.grid import entropy_bits
 from hfgolf.golf.hooks import TOLERATED_NATS, forecast
 from hfgolf.golf.quantize import matrices, quantize_model
@@ -55,20 +52,3 @@ def test_the_step_at_the_budget_is_that_of_an_export_whatever_the_coder_takes(mo
     plain = forecast(weights, curvature, GolfSection(budget_bytes=budget, **options), overhead_bytes=0, size_of=size_of)
     # half the step is a quarter of the price
     assert seen["golf_loss"] / plain["golf_loss"] == pytest.approx((seen["golf_step"] / plain["golf_step"]) ** 2)
-
-
-def test_long_streams_are_counted_in_evenly_spaced_parts(monkeypatch):
-    class Stream:
-        tokens = np.repeat(np.arange(8, dtype=np.uint16), 1000)
-
-        def __len__(self) -> int:
-            return len(self.tokens)
-
-        def read(self, positions: np.ndarray) -> np.ndarray:
-            return self.tokens[positions]
-
-    np.testing.assert_array_equal(token_counts(Stream(), 10), [1000] * 8 + [0, 0])
-    monkeypatch.setattr(curvature_module, "_COUNTED_TOKENS", 640)
-    counted = token_counts(Stream(), 10)
-    assert counted.sum() == 640 and counted[8:].sum() == 0
-    np.testing.assert_allclose(counted[:8], 80, atol=10)

@@ -196,3 +196,9 @@ def test_duplicate_names_are_rejected(monkeypatch):
     monkeypatch.setattr(script, "SOURCES", (*script.SOURCES, "golf/program.py"))
     with pytest.raises(ValueError, match=r"two sources of score\.py define"):
         script.assemble({})
+
+
+def test_a_string_of_several_lines_is_rejected():
+    """It would change with its indentation."""
+    with pytest.raises(ValueError, match="a string of several lines"):
+        script._indented_by_one('if x:\n    y = """a\n    b"""\n')
