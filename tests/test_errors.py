@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
-import json
 import logging
 import os
-import subprocess
+import resource
 import sys
 from pathlib import Path
 
 import pyarrow as pa
 import pytest
 import torch
+from faults import FORKING
 from safetensors import SafetensorError
 
+from hfgolf.cli import main
 from hfgolf.system import errors
 from hfgolf.system.command import run_command
 from hfgolf.system.errors import UserError, explained, writing
@@ -121,18 +123,16 @@ def test_lines_that_are_meant_stay():
     )
 
 
-FULL = """
-import json, resource, sys
-from hfgolf.cli import main
-
-resource.setrlimit(resource.RLIMIT_FSIZE, (24 * 1024, resource.RLIM_INFINITY))
-for words in json.loads(sys.argv.pop()):
-    sys.argv = ["hfgolf"]
-    try:
-        main(words)
-    except SystemExit as ended:
-        print(f"status {ended.code}", file=sys.stderr, flush=True)
-"""
+def write_with_small_files(verbs: list[list[str]], output: Path) -> None:
+    """Run commands that may not write a file of more than 24 kB; what they say, and how they end, goes to a file."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (24 * 1024, resource.RLIM_INFINITY))
+    with output.open("w") as said, contextlib.redirect_stderr(said), contextlib.redirect_stdout(said):
+        for words in verbs:
+            sys.argv = ["hfgolf"]
+            try:
+                main(words)
+            except SystemExit as ended:
+                print(f"status {ended.code}", flush=True)
 
 
 @pytest.mark.slow
@@ -146,11 +146,12 @@ def test_each_verb_that_writes_says_in_one_line_that_it_may_not(run, tiny_run, t
         ["export", "--model", f"{folder}/model", "--to", "native", *output],
         ["golf", "export", "--run", folder, "--budget_bytes", "60000", *output],
     ]
-    command = [sys.executable, "-c", FULL, json.dumps(verbs)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200)
-    said = done.stderr.split("status 2\n")
-    assert len(said) == len(verbs) + 1, done.stderr
-    for verb, text in zip(verbs, said, strict=False):
+    process = FORKING.Process(target=write_with_small_files, args=(verbs, tmp_path / "said"))
+    process.start()
+    process.join()
+    said = (tmp_path / "said").read_text()
+    assert said.count("status 2\n") == len(verbs), said
+    for verb, text in zip(verbs, said.split("status 2\n"), strict=False):
         lines = [line for line in text.splitlines() if line.startswith("error: ")]
         assert len(lines) == 1 and os.strerror(errno.EFBIG) in lines[0], (verb[:2], text)
-    assert "Traceback" not in done.stderr + done.stdout
+    assert "Traceback" not in said

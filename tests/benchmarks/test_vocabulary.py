@@ -9,13 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import vocabulary_study
-from benchmarks.vocabulary_study import (
-    Sample,
-    Vocabulary,
-    embedding_parameters,
-    measure_vocabulary,
-    write_sample,
-)
+from benchmarks.vocabulary_study import Sample, Vocabulary, embedding_parameters, measure_vocabulary, write_sample
 from hfgolf.config.parse import load_config
 from hfgolf.data.pieces import texts
 from hfgolf.data.tokenizer import END_OF_TEXT

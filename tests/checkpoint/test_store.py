@@ -16,17 +16,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
-from faults import (
-    differences,
-    flip_a_bit,
-    losses,
-    read,
-    remove,
-    rewrite_manifest,
-    same,
-    truncate,
-    valid_steps,
-)
+from faults import differences, flip_a_bit, losses, read, remove, rewrite_manifest, same, truncate, valid_steps
 from safetensors.torch import load_file
 from torch.utils._pytree import tree_leaves
 
@@ -112,20 +102,15 @@ def test_newest_reported_checkpoint_is_complete(tmp_path, damage):
 
 @pytest.mark.parametrize(
     ("damage", "reason"),
-    [
-        (truncate, "bytes instead of|not readable"),
-        (remove, "is missing"),
-        (flip_a_bit, "sha256|manifest"),
-    ],
+    [(truncate, "bytes instead of|not readable"), (remove, "is missing"), (flip_a_bit, "sha256|manifest")],
 )
 def test_damaged_checkpoint_is_named_and_the_previous_one_used(
-    run, tiny_run, tmp_path, caplog, reset_accelerate, damage, reason
+    run, copied_run, tiny_run, tmp_path, caplog, damage, reason
 ):
     options = {"optim__ema_decay": 0.9, "model__dropout": 0.1}
-    straight = run(tiny_run(**options))
+    straight = copied_run(**options)
     whole = straight / "checkpoints" / "step-000006"
     assert names(whole) == sorted([*STATE_FILES, *BESIDE_WEIGHTS, "manifest.json", "run.json"])
-    reset_accelerate()
     for name in names(whole):
         folder = tmp_path / name
         shutil.copytree(straight / "checkpoints", folder, symlinks=True)
@@ -467,14 +452,7 @@ def test_gpu_tensors_are_not_copied_without_free_memory(tiny_run, monkeypatch):
     assert checkpoints._copy_to_host(tensors) is None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"excluded_blocks": [["a"]]},
-        "deep",
-        "less",
-    ],
-)
+@pytest.mark.parametrize("change", [{"excluded_blocks": [["a"]]}, "deep", "less"])
 def test_invalid_train_state_with_a_matching_manifest_is_rejected(tmp_path, change):
     """The previous checkpoint is used, as for any other damage."""
     for step in (3, 6):

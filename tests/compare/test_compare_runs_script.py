@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -66,18 +64,17 @@ def test_existing_runs_are_compared_without_training(compare_runs, tiny_definiti
     assert read["settings"] == {"adamw": {"optim.name": "adamw"}, "muon": {"optim.name": "muon"}}
 
 
-def test_script_trains_missing_runs(tiny_definition, tmp_path):
+def test_script_trains_missing_runs(tiny_definition, run_script, tmp_path):
     """Two real arms at once, one of which diverges; a second call does nothing."""
     arms = {"muon": {}, "wild": {"optim.name": "sgd", "optim.learning_rate": "1e14", "train.max_rollbacks": 0}}
-    command = [sys.executable, "scripts/compare_runs.py", str(tiny_definition(arms=arms, seeds=[1])), "--jobs", "2"]
-    command += ["--output_dir", str(tmp_path / "out")]
-    first = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert first.returncode == 0, first.stdout + first.stderr
-    assert "wild-seed1 failed: train: step " in first.stdout and "[2/2]" in first.stdout
+    command = ["compare_runs.py", tiny_definition(arms=arms, seeds=[1]), "--jobs", 2, "--output_dir", tmp_path / "out"]
+    first = run_script(*command)
+    assert first.status == 0, first.out + first.err
+    assert "wild-seed1 failed: train: step " in first.out and "[2/2]" in first.out
     results = (tmp_path / "out" / "tiny.json").read_bytes()
     found = json.loads(results)
     assert set(found["arms"]["muon"]["final_losses"]) == {"1"} and set(found["failures"]["wild"]) == {"1"}
     assert "shared the machine" in found["seconds_caveats"][0]
-    second = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
-    assert "2 runs: 1 already complete, 0 to do\n1 failed before; " in second.stdout
+    second = run_script(*command)
+    assert "2 runs: 1 already complete, 0 to do\n1 failed before; " in second.out
     assert (tmp_path / "out" / "tiny.json").read_bytes() == results

@@ -16,6 +16,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,11 @@ RELATIVE_TOLERANCE = 1e-6
 SCRIPT = Path(__file__).parents[2] / "scripts" / "train.py"
 
 
-def train_ten_steps(optimizer: str, folder: Path) -> dict[str, list[float]]:
-    """Return the losses (nats per token) and gradient norms of ten steps: fp32, one thread, dropout on."""
+def train_ten_steps(optimizer: str, folder: Path, train: Callable[[list[str]], object]) -> dict[str, list[float]]:
+    """Return the losses (nats per token) and gradient norms of ten steps: fp32, one thread, dropout on.
+
+    train: runs with a command line, on the CPU.
+    """
     text = folder / "text.txt"
     text.write_text("".join(f"{n} times {n % 13} is {n * (n % 13)}.\n" for n in range(2500)), encoding="utf-8")
     settings = {
@@ -56,9 +60,7 @@ def train_ten_steps(optimizer: str, folder: Path) -> dict[str, list[float]]:
         "train.compile": "false",
         "train.eval_every_steps": 10,
     }
-    command = [sys.executable, str(SCRIPT), *(f"--{key}={value}" for key, value in settings.items())]
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
+    train([f"--{key}={value}" for key, value in settings.items()])
     lines = (folder / optimizer / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     rows = [row for row in map(json.loads, lines) if "event" not in row]
     return {column: [value for row in rows for value in row[column]] for column in ("train_losses", "grad_norms")}
@@ -87,9 +89,10 @@ def machine() -> dict[str, str]:
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_ten_losses_and_gradient_norms_are_those_recorded(optimizer, tmp_path):
+def test_ten_losses_and_gradient_norms_are_those_recorded(optimizer, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     recorded = json.loads(RECORDED.read_text(encoding="utf-8"))
-    now = train_ten_steps(optimizer, tmp_path)
+    now = train_ten_steps(optimizer, tmp_path, run)
     for column, values in recorded["runs"][optimizer].items():
         assert len(values) == 10
         if machine() == recorded["machine"]:
@@ -106,11 +109,16 @@ def test_the_recorded_losses_are_those_of_a_model_that_learns():
 
 
 def record() -> None:
-    """Write losses.json."""
+    """Write losses.json, each run in a process of its own."""
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
+
+    def train(arguments: list[str]) -> None:
+        subprocess.run([sys.executable, str(SCRIPT), *arguments], check=True, env=environment)
+
     runs: dict[str, Any] = {}
     for optimizer in OPTIMIZERS:
         with tempfile.TemporaryDirectory() as folder:
-            runs[optimizer] = train_ten_steps(optimizer, Path(folder))
+            runs[optimizer] = train_ten_steps(optimizer, Path(folder), train)
     content = {"command": "python tests/golden/test_golden_losses.py", "machine": machine(), "runs": runs}
     RECORDED.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 

@@ -13,10 +13,8 @@ from __future__ import annotations
 import inspect
 import io
 import json
-import os
 import shlex
 import shutil
-import subprocess
 import sys
 import tarfile
 from collections.abc import Callable
@@ -214,12 +212,10 @@ def test_an_old_run_goes_on_from_its_own_config_without_its_token_cache(name, st
 
 
 @pytest.mark.slow
-def test_an_old_run_goes_on_through_the_script(stopped):
-    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "CUDA_VISIBLE_DEVICES": ""}
-    script = [sys.executable, ROOT / "scripts" / "train.py", "--config=golf.yaml", "--train.resume=auto"]
-    done = subprocess.run(script, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert_went_on("golf", done.stdout)
+def test_an_old_run_goes_on_through_the_script(stopped, run_script):
+    said = run_script("train.py", "--config=golf.yaml", "--train.resume=auto")
+    assert said.status == 0, said.err
+    assert_went_on("golf", said.out)
 
 
 def assert_went_on(name: str, said: str) -> None:

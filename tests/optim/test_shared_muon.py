@@ -29,10 +29,7 @@ REPLICATED = {
 SHARDED = {
     "muon": OptimSection(newton_schulz_dtype="fp32"),
     "muon with all options": OptimSection(
-        newton_schulz_dtype="fp32",
-        normuon_beta2=0.9,
-        row_equilibration=True,
-        cautious_weight_decay=True,
+        newton_schulz_dtype="fp32", normuon_beta2=0.9, row_equilibration=True, cautious_weight_decay=True
     ),
     "adamw": OptimSection(name="adamw", learning_rate=0.003),
     "sgd": OptimSection(name="sgd", learning_rate=0.1, cautious_weight_decay=True),

@@ -8,6 +8,7 @@ import os
 import re
 import signal
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -75,16 +76,10 @@ def test_micro_batch_is_what_fits_on_every_rank_and_ranks_compile_only_if_all_do
     assert "compile: no, because rank 1 is faster" in said
 
 
-def bf16_is_fast_on_first_rank_only() -> None:
+def bf16_is_fast_on_first_rank_only(folder: Path) -> None:
     import torch
 
     decisions.fast_product_dtype = lambda device: torch.float32 if on_second_rank() else torch.bfloat16
-
-
-def test_ranks_with_another_precision_are_told(tiny_run, tmp_path):
-    arguments = tiny_run(**SAME, train__mixed_precision="null")
-    said = said_by_both(arguments, tmp_path / "output", bf16_is_fast_on_first_rank_only)
-    assert_one_line(said, r"train\.mixed_precision: bf16 on rank 0 \(\S+\), but no on rank 1 \(\S+\); .*state this key")
 
 
 def other_text_on_second_rank(folder: Path) -> None:
@@ -98,12 +93,6 @@ def other_text_on_second_rank(folder: Path) -> None:
         return real(data)
 
     setup.load_corpus = load
-
-
-def test_ranks_with_other_text_are_told(tiny_run, tmp_path):
-    prepare = functools.partial(other_text_on_second_rank, tmp_path)
-    said = said_by_both(tiny_run(**SAME), tmp_path / "output", prepare)
-    assert_one_line(said, r"data: \w+: .* on rank 0 .*, but .* on rank 1 .*same text")
 
 
 def other_config_on_second_rank() -> None:
@@ -149,18 +138,6 @@ def fail_on(rank: str, phase: str, error: Exception) -> None:
         setattr(*FAILING[phase], fail)
 
 
-@pytest.mark.parametrize(("rank", "phase"), [("1", "claim"), ("0", "tokens")])
-def test_error_on_one_rank_ends_all_with_its_line(tiny_run, tmp_path, rank, phase):
-    prepare = functools.partial(fail_on, rank, phase, NO_DISK)
-    said = said_by_both(tiny_run(**SAME), tmp_path / "output", prepare)
-    assert_one_line(said, rf"error: rank {rank} \(\S+\): data: the disk of this machine is gone\.")
-
-
-def test_error_of_all_ranks_names_none(tiny_run, tmp_path):
-    said = said_by_both(tiny_run(**SAME, train__resume="nowhere"), tmp_path / "output")
-    assert_one_line(said, r"error: train\.resume: there is no checkpoint nowhere")
-
-
 class EndedStore:
     """As after the process of rank 0 was killed."""
 
@@ -178,7 +155,7 @@ def test_failure_after_the_store_has_ended_is_still_said(monkeypatch):
     assert re.fullmatch(r"rank 1 \(\S+\): the disk is full\.", ranks._report(group))
 
 
-def first_rank_listens_late() -> None:
+def first_rank_listens_late(folder: Path) -> None:
     """Each time rank 0 waits for rank 1 in an exchange, rank 1 answers, disagrees and fails before rank 0 listens."""
     other_config_on_second_rank()
     exchange, listen = ranks.gather, ranks._listen
@@ -197,11 +174,6 @@ def first_rank_listens_late() -> None:
         ranks._listen = listen_late
 
 
-def test_ranks_with_another_config_are_told_also_if_one_listens_late(tiny_run, tmp_path):
-    said = said_by_both(tiny_run(**SAME), tmp_path / "output", first_rank_listens_late)
-    assert_one_line(said, r"error: optim\.learning_rate: 0\.\d+ on rank 0 \(\S+\), but 0\.5 on rank 1 \(\S+\); ")
-
-
 def test_bug_on_one_rank_keeps_its_traceback_and_ends_the_other_with_one_line(tiny_run, tmp_path):
     output = tmp_path / "output"
     prepare = functools.partial(fail_on, "1", "step", ZeroDivisionError("of nothing"))
@@ -212,18 +184,13 @@ def test_bug_on_one_rank_keeps_its_traceback_and_ends_the_other_with_one_line(ti
     assert re.search(r"error: rank 1 \(\S+\): ZeroDivisionError: of nothing\n", output.read_text())
 
 
-def second_rank_fails_and_first_never_notices() -> None:
+def second_rank_fails_and_first_never_notices(folder: Path) -> None:
     """As in a collective of NCCL, which waits for a rank that is gone."""
     ranks.STUCK_SECONDS = 0.5
     if on_second_rank():
         fail_on("1", "step", NO_DISK)
     else:
         loop.accumulate_gradients = lambda run: time.sleep(600)
-
-
-def test_rank_that_waits_for_a_failed_one_ends(tiny_run, tmp_path):
-    said = said_by_both(tiny_run(**SAME), tmp_path / "output", second_rank_fails_and_first_never_notices)
-    assert_one_line(said, r"error: rank 1 \(\S+\): data: the disk of this machine is gone\.")
 
 
 def killed(rank: str, phase: str) -> None:
@@ -276,10 +243,57 @@ def machine_with_a_disk_of_its_own(folder: Path) -> None:
     os.chdir(own)
 
 
-def test_machines_without_a_shared_folder_are_told_at_the_start(tiny_run, tmp_path):
-    prepare = functools.partial(machine_with_a_disk_of_its_own, tmp_path)
-    said = said_by_both(tiny_run(**SAME, run__output_dir="runs"), tmp_path / "output", prepare)
-    assert_one_line(said, r"run\.output_dir: runs/tiny on rank 1 \(\S+\) is not the folder of rank 0 .*all ranks share")
+def fails(rank: str, phase: str) -> Callable[[Path], None]:
+    return functools.partial(fail_in_a_folder, rank, phase)
+
+
+def fail_in_a_folder(rank: str, phase: str, folder: Path) -> None:
+    fail_on(rank, phase, NO_DISK)
+
+
+GONE = r": data: the disk of this machine is gone\.$"
+TOLD: dict[str, tuple[dict[str, Any], Callable[[Path], None], str]] = {
+    # what happens: (options, what prepares each process, the line on both machines)
+    "another precision": (
+        {"train__mixed_precision": "null"},
+        bf16_is_fast_on_first_rank_only,
+        r"train\.mixed_precision: bf16 on rank 0 \(\S+\), but no on rank 1 \(\S+\); .*state this key",
+    ),
+    "other text": (
+        {},
+        other_text_on_second_rank,
+        r"data: \w+: .* on rank 0 .*, but .* on rank 1 .*same text",
+    ),
+    "another config, and one listens late": (
+        {},
+        first_rank_listens_late,
+        r"error: optim\.learning_rate: 0\.\d+ on rank 0 \(\S+\), but 0\.5 on rank 1 \(\S+\); ",
+    ),
+    "an error before the folder is claimed": ({}, fails("1", "claim"), rf"error: rank 1 \(\S+\){GONE}"),
+    "an error of rank 0": ({}, fails("0", "tokens"), rf"error: rank 0 \(\S+\){GONE}"),
+    "an error of both": (
+        {"train__resume": "nowhere"},
+        fails("none", "claim"),
+        r"error: train\.resume: there is no checkpoint nowhere",
+    ),
+    "an error that a waiting rank never notices": (
+        {},
+        second_rank_fails_and_first_never_notices,
+        rf"error: rank 1 \(\S+\){GONE}",
+    ),
+    "no shared folder": (
+        {"run__output_dir": "runs"},
+        machine_with_a_disk_of_its_own,
+        r"run\.output_dir: runs/tiny on rank 1 \(\S+\) is not the folder of rank 0 .*all ranks share",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", TOLD)
+def test_what_ends_the_ranks_is_one_line_on_every_machine(tiny_run, tmp_path, what):
+    options, prepare, line = TOLD[what]
+    said = said_by_both(tiny_run(**SAME | options), tmp_path / "output", functools.partial(prepare, tmp_path))
+    assert_one_line(said, line)
     assert not list(tmp_path.glob("disk*/runs/tiny/**/*"))
 
 

@@ -452,9 +452,10 @@ def lack_memory(monkeypatch):
     ],
 )
 def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
-    run, tiny_run, lack_memory, caplog, error, size, spared, sizes, at_step
+    run, tiny_run, shared_run, lack_memory, caplog, error, size, spared, sizes, at_step
 ):
-    small = run(tiny_run(run__name="small", batch__micro_batch_size=2))
+    small = shared_run(batch__micro_batch_size=2)
+    caplog.clear()
     lack_memory(error, most=2, spared=spared)
     with caplog.at_level(logging.INFO, "hfgolf"):
         folder = run(tiny_run(run__name="halved", batch__micro_batch_size=size))

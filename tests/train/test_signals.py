@@ -16,6 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import faults
 import psutil
 import pytest
 from faults import FORKING, events, rows, start_two, train_here
@@ -23,7 +24,6 @@ from faults import FORKING, events, rows, start_two, train_here
 from hfgolf.checkpoint import contents
 from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.evaluate import loss
-from hfgolf.run.metrics import read_rows
 from hfgolf.system.signals import Signals, Stopped, is_launcher
 from hfgolf.train import loop, setup
 
@@ -65,12 +65,6 @@ class Started:
             assert time.monotonic() < deadline, self.output
             time.sleep(0.01)
 
-    def trainers(self) -> list[psutil.Process]:
-        """Return a launcher's training processes by rank."""
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        ours = [child for child in children if "scripts/train.py" in child.cmdline() and "RANK" in child.environ()]
-        return sorted(ours, key=lambda child: child.environ()["RANK"])
-
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
@@ -89,9 +83,11 @@ def start(tmp_path: Path) -> Iterator[Callable[[list[str]], Started]]:
 
 
 def last_step(folder: Path) -> int:
+    """Return the step of the last row that is complete. It is asked often, so it reads no more than that."""
     metrics = folder / "metrics.jsonl"
-    rows = read_rows(metrics) if metrics.is_file() else []
-    return rows[-1]["step"] if rows else 0
+    content = metrics.read_bytes() if metrics.is_file() else b""
+    lines = map(json.loads, reversed(content[: content.rfind(b"\n") + 1].splitlines()))
+    return next((line["step"] for line in lines if "event" not in line), 0)
 
 
 def assert_stopped_at_its_last_row(folder: Path, output: str, name: str) -> None:
@@ -124,12 +120,16 @@ def test_signals_to_a_process_save_once_or_stop_it_at_its_last_row(tiny_run, tmp
     assert_stopped_at_its_last_row(folder, started.output, "SIGTERM")
 
     begun_at = last_step(folder)
-    started = start([*PYTHON, *tiny_run(**options, train__resume="auto")])
-    started.wait_until(lambda: last_step(folder) > begun_at + 2)
-    started.process.send_signal(signal.SIGINT)
-    assert started.process.wait(60) == 130, started.output
-    assert_stopped_at_its_last_row(folder, started.output, "SIGINT")
-    assert f"step-{begun_at:06d} at step {begun_at}" in started.output
+    output = tmp_path / "output"
+    resumed = faults.start(load_config(tiny_run(**options, train__resume="auto")), output)
+    while last_step(folder) <= begun_at + 2:
+        assert resumed.is_alive(), output.read_text()
+        time.sleep(0.01)
+    os.kill(resumed.pid, signal.SIGINT)
+    resumed.join(60)
+    assert resumed.exitcode == 130, output.read_text()
+    assert_stopped_at_its_last_row(folder, output.read_text(), "SIGINT")
+    assert f"step-{begun_at:06d} at step {begun_at}" in output.read_text()
     steps = [row["step"] for row in rows(folder)]
     assert steps == list(range(1, len(steps) + 1))
 
