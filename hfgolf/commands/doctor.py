@@ -31,7 +31,6 @@ def main() -> int:
 
 
 def _describe(run: Path, findings: list[Finding], metrics: Metrics) -> str:
-    """Format the findings in a run."""
     steps = metrics.rows[-1]["step"] if metrics.rows else metrics.events[-1]["step"]
     sample = ", a sample of the rows" if metrics.is_sampled else ""
     if not findings:

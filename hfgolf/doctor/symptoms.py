@@ -53,7 +53,6 @@ def nonfinite(history: History) -> Finding | None:
 
 
 def _full_precision(history: History) -> dict[str, Any]:
-    """Return the setting that turns 16-bit compute off, or nothing if it is off already."""
     return {} if history.settings["train.mixed_precision"] == "no" else {"train.mixed_precision": "no"}
 
 

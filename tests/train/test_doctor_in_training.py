@@ -242,3 +242,10 @@ def test_slowing_steps(run, tiny_run, slow_clock, data, compute, cause):
     assert [(finding.symptom, finding.step) for finding in told] == [("throughput falling", 21)]
     assert cause in told[0].causes[0]
     assert ("data.num_workers" in told[0].fix) == (data > 1)
+
+
+def test_steps_waiting_for_data(run, tiny_run, slow_clock):
+    slow_clock(lambda step: (0.11, 1.0))
+    finding = the_finding(run(tiny_run(train__max_steps=60, train__log_every_steps=10, **AT_THE_END)))
+    assert finding.symptom == "data-bound" and "11% of compute time" in finding.saw
+    assert finding.fix == {"data.num_workers": 2, "data.in_memory": True}
