@@ -99,10 +99,9 @@ def test_a_small_gain_of_bf16_is_explained_by_what_was_measured(ladder, reason):
     assert sum(other in line for other in WHY) == 1
 
 
-@pytest.mark.parametrize("max_grad_norm", ["null", 0.1])
-def test_script_draws_every_rung(tiny_run, tmp_path, monkeypatch, run_script, max_grad_norm):
-    """SGD, because other rules hardly notice a wrong scale of accumulated gradients."""
-    options = {"optim__name": "sgd", "optim__learning_rate": 0.5, "train__max_grad_norm": max_grad_norm}
+def test_script_draws_every_rung(tiny_run, tmp_path, run_script):
+    """SGD without clipping, because other rules hardly notice a wrong scale of accumulated gradients."""
+    options = {"optim__name": "sgd", "optim__learning_rate": 0.5, "train__max_grad_norm": "null"}
     options |= {
         "schedule__warmup_steps": 4,
         "model__dropout": 0.1,

@@ -303,6 +303,7 @@ def test_run_on_two_processes_survives_the_deletion_of_its_folder(tiny_run, shar
     assert losses(folder) == pytest.approx(losses(straight)[4:], rel=1e-5)
     assert valid_steps(folder / "checkpoints") == [6, 9]
     assert verify(folder / "checkpoints" / "latest")["processes"] == 2
+    assert (folder / ".lock").is_file(), "locked again, so that no other run takes it"
     assert json.loads((folder / "summary.json").read_text())["steps"] == 9
 
 
