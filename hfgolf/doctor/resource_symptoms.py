@@ -1,4 +1,4 @@
-"""Symptoms in what a run is fed and what it spends: repeated or late batches, speed, damaged tokens, evaluations.
+"""Symptoms in what a run is fed and what it spends: repeated or late batches, speed, damaged tokens, evaluations, bytes.
 
 For the interface of a detector, see symptoms.py.
 """
@@ -17,6 +17,8 @@ from hfgolf.doctor.history import History, Interval
 
 MAX_HASHES = 10_000  # steps within which a repeated batch is noticed
 EPOCH_TOLERANCE = 1e-9  # for rounding, in epochs
+MIN_FORECASTS = 3
+OVER_BUDGET = 1.05  # times the budget, at the end of the run
 
 
 class SameBatches:
@@ -208,6 +210,43 @@ class CostlyEvaluation:
         return Finding("costly evaluations", history.step, saw, causes, fix)
 
 
+class OverBudget:
+    """An artifact that will not fit the budget at a small loss. Sizes grow like the logarithm of the step."""
+
+    def __init__(self) -> None:
+        self._sizes: dict[int, float] = {}
+        """{step: bytes of the forecast}"""
+
+    def __call__(self, history: History) -> Finding | None:
+        budget, size = history.settings["golf.budget_bytes"], history.latest.get("golf_bytes")
+        if history.latest is history.restore:
+            self._sizes = {step: size for step, size in self._sizes.items() if step <= history.restore["step"]}
+        if budget is None or size is None:
+            return None
+        now, last_step = history.step, max(history.settings["train.max_steps"] or 0, history.step)
+        self._sizes[now] = size
+        if len(self._sizes) < MIN_FORECASTS:
+            return None
+        recent = np.array([(math.log(step), size) for step, size in self._sizes.items() if 4 * step >= now])
+        slope = float(np.polyfit(recent[:, 0], recent[:, 1], 1)[0]) if len(recent) > 1 else 0.0
+        at_end = size + slope * math.log(last_step / now)
+        if at_end <= OVER_BUDGET * budget:
+            return None
+        saw = (
+            f"at 0.01 nats per token lost, the artifact would take {size:,.0f} bytes at step {now} and about"
+            f" {at_end:,.0f} at step {last_step}; golf.budget_bytes is {budget:,}"
+        )
+        causes = (
+            "a model with more weights than the budget has room for",
+            "a budget that counts fewer bytes than meant",
+        )
+        heads, width = history.settings["model.num_attention_heads"], history.settings["model.hidden_size"]
+        narrower = int(width * math.sqrt(budget / at_end)) // (2 * heads) * 2 * heads  # rope needs an even head size
+        layers = history.settings["model.num_hidden_layers"]
+        fix = {"model.hidden_size": narrower} if narrower else {"model.num_hidden_layers": max(1, layers - 1)}
+        return Finding("artifact over budget", now, saw, causes, fix)
+
+
 def detectors() -> list[Detector]:
     """Return the detectors of this file for a run."""
-    return [SameBatches(), throughput_falls, data_bound, damaged_cache, CostlyEvaluation()]
+    return [SameBatches(), throughput_falls, data_bound, damaged_cache, CostlyEvaluation(), OverBudget()]
