@@ -1,4 +1,4 @@
-"""Symptoms in what a run is fed and what it spends: repeated or late batches, speed, damaged tokens, evaluations, bytes.
+"""Symptoms in what a run is fed and what it spends: batches, speed, damaged tokens, evaluations, bytes.
 
 For the interface of a detector, see symptoms.py.
 """

@@ -55,3 +55,6 @@ def test_fix_is_a_smaller_model(width, heads):
         load_config([*options, *(f"--{key}={value}" for key, value in fix.items())]).config.flat()
         for fix in ({}, finding.fix)
     )
+    assert {key for key in after if after[key] != before[key]} == set(finding.fix)
+    assert all(after[key] < before[key] for key in finding.fix)
+    assert RunConfig().flat().keys() >= finding.fix.keys()
