@@ -138,7 +138,7 @@ def _describe(run: RunRecord, number: int, price: float | None) -> dict[str, Any
         "headlines": headlines(run, price),
         "basis": basis(run),
         "facts": _facts(run),
-        "sample_command": f"hfgolf generate --model {shlex.quote(model)}{prompted}" if model else None,
+        "sample_command": f"hfgolf generate {shlex.quote(str(Path(model).parent))}{prompted}" if model else None,
         "price": price,
         "times": [_time(kind, spent, work, price) for kind, spent in seconds.items()],
         "work": _time("work", work, work, price),
