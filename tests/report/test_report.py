@@ -175,7 +175,7 @@ def test_final_report_shows_the_results_of_the_run(run, tiny_run, monkeypatch, c
     written = [event["text"] for event in read_metrics(path / "metrics.jsonl").events if event["event"] == "sample"]
     assert len(written) == 2 and all(text.startswith("to be") for text in [*written, summary["sample"]])
     assert (path / "report.html").read_text().count('<pre class="sample"><b>to be</b>') == 2  # the summary's is one
-    assert f"--model {path / 'model'} --prompt 'to be'" in page.text
+    assert f"hfgolf generate {path} --prompt 'to be'" in page.text
     assert summary["sample"].split()[0] in page.text and "max_steps: 6 # command line" in page.text
 
     shown = [name for name in page.ids if name.startswith("chart-")]
