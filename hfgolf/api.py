@@ -179,7 +179,8 @@ def _paths(files: Any) -> list[str]:
     listed = [files] if is_one else list(files)
     for path in listed:
         if not isinstance(path, str | Path):
-            raise UserError(f"files: {type(path).__name__} names no file; pass paths, and tables or texts as data=.")
+            shown = f"{type(path).__name__} {shortened(path)}"
+            raise UserError(f"files: {shown} names no file; pass paths, and tables or texts as data=.")
     return [str(path) for path in listed]
 
 

@@ -254,7 +254,7 @@ MISTAKES = {
     "--optim.learning_rate -1": "optim.learning_rate: -1 is not allowed; allowed: a number above 0, up to 10^38.",
     "--optim.betas '[.nan, 0.9]'": "nan is not allowed; allowed: a list of 2, each a number from 0 to below 1.",
     "--train.max_steps 1:30": "'1:30' is not allowed; allowed: a whole number from 1 to 1000000000 or null.",
-    "--train.compile=1": "train.compile: 1 is not allowed; allowed: auto or true or false.",
+    "--train.compile=1": "train.compile: 1 is not allowed; allowed: auto, true or false.",
     "--batch.tokens_per_step 1000": "1000 is not a multiple of batch.sequence_length 256; try 768 or 1024.",
     "--batch.segment_length 48": "48 is not allowed; allowed: null, a divisor of batch.sequence_length 256",
     "--batch.segment_length 64 --data.order sequential": "segment_length: 64 ... null, or data.order shuffled.",
@@ -273,7 +273,6 @@ MISTAKES = {
     "--optim.newton_schulz_steps=6": "steps: 6 is not allowed; allowed: at most 5 with ...coefficients polar_express.",
     "-stray": "the command line: '-stray' is no option; options are --section.key VALUE.",
     "--run.seed": "the command line: --run.seed needs a value.",
-    "--run.name --help": "the command line: --run.name needs a value.",
     "--config": "the command line: --config needs a value.",
     "--config --run.seed=3": "the command line: --config needs a value.",
     "--print_config=yes": "the command line: --print_config takes no value.",
@@ -281,7 +280,9 @@ MISTAKES = {
     "--run.output_dir a\0b": "'a\\x00b' is not allowed; allowed: text in UTF-8, without NUL.",
     "--run.output_dir \udcff": "'\\udcff' is not allowed; allowed: text in UTF-8, without NUL.",
     "--model.overrides.rope_theta 1e39": "{'rope_theta': 1e+39} is not allowed; allowed: a mapping of names to finite",
-    f"--optim.learning_rate {'[' * 2000}{']' * 2000}": f"rate: '{'[' * 47}...{']' * 48}' is not allowed; allowed: ",
+    f"--optim.learning_rate {'[' * 2000}{']' * 2000}": f"rate '{'[' * 47}...{']' * 48}' is not YAML (",
+    "--optim.betas '[0.9, 0.95'": "optim.betas '[0.9, 0.95' is not YAML (line 1: ",
+    "--track.trackers '[wandb'": "track.trackers '[wandb' is not YAML (line 1: ",
 }
 """{options: what the line says, "..." for anything between}."""
 
@@ -360,7 +361,7 @@ def test_each_key_takes_its_bounds_and_refuses_in_one_line_what_is_beyond(config
             "must hold sections (run, data, tokenizer, model, batch, optim, schedule, train, track, hub, golf).",
         ),
         ("optim: {", "is not YAML"),
-        ("train: {compile: y}", "train.compile: 'y' is not allowed; allowed: auto or true or false."),
+        ("train: {compile: y}", "train.compile: 'y' is not allowed; allowed: auto, true or false."),
         ("run: {name: 1e5}", "run.name: 100000.0 is not allowed; allowed: letters, digits, . _ -, up to 200 bytes or"),
         ("run: {name: 1e5}", "or null; put text in quotes."),
         ("data: {files: [2024]}", "data.files: 2024 is not allowed; allowed: a list, each text; put text in quotes."),

@@ -147,9 +147,8 @@ def _read(key: str, value: Any) -> Any:
     name = key.removeprefix("model.").removeprefix("overrides.")
     if key in KEY_TYPES:
         return plain(value, KEY_TYPES[key])
-    if key in GONE:
-        return plain(value, type(GONE[key][0]))
-    return plain(value, type(MOVED_TO_OVERRIDES[name]) if name in MOVED_TO_OVERRIDES else Any)
+    default = GONE[key][0] if key in GONE else MOVED_TO_OVERRIDES.get(name, "")
+    return plain(value, type(default) | float | list[float] | None)  # what is null by default may be a number or a list
 
 
 def _overrides(values: Mapping[str, Any]) -> Mapping[str, Any]:

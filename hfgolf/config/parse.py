@@ -108,17 +108,17 @@ def load_config(
     argv = [f"--config={argv}"] if isinstance(argv, str | Path) else argv
     arguments = one_token_per_option(sys.argv[1:] if argv is None else argv)
     texts = [argument for argument in arguments if not argument.startswith("-")]
-    options = _options(arguments, where)
     if {"-h", "--help"} & {*arguments}:
         from hfgolf.config.reference import print_help
 
         print_help(description)
         sys.exit(0)
+    options = _options(arguments, where)
     path = find_config(options.pop("config")) if "config" in options else None
     stated = plain(dict(values or {}))
     for key in [*stated, *options]:
         _check_key(key, where)
-    stated |= {key: _typed(key, text) for key, text in options.items()}
+    stated |= {key: _typed(key, text, where) for key, text in options.items()}
     if texts and "data.files" in stated:
         raise UserError(f"{texts[0]}: data.files names the text already; name all of it there.")
     stated |= {"data.files": texts} if texts else {}
@@ -137,14 +137,14 @@ def load_config(
     merged, said = _laid_over(below | implied, stated, where)
     sources |= dict.fromkeys(implied, "auto") | dict.fromkeys(said, where.removeprefix("the "))
     merged, half_life = with_ema_decay(merged), merged.get(HALF_LIFE)
+    if half_life is not None and "optim.ema_decay" in merged:
+        _say_once(f"{HALF_LIFE} {half_life} is now optim.ema_decay {merged['optim.ema_decay']}")
     if not needs_limit:
         merged = {"train.max_steps": RunConfig().train.max_steps} | merged
     try:
         config = RunConfig.from_flat(merged)
     except UserError as error:
         raise _with_origin(error, sources, path, where) from None
-    if half_life is not None:
-        _say_once(f"{HALF_LIFE} {half_life} is now optim.ema_decay {config.optim.ema_decay}")
     if config.run.name is None:
         config = config.replace(run__name=Path(path).stem if path else "default")
     resolved = ResolvedConfig(config, sources).with_low_memory()
@@ -177,15 +177,15 @@ def _options(arguments: list[str], where: str) -> dict[str, str]:
     return found
 
 
-def _typed(key: str, text: str) -> Any:
+def _typed(key: str, text: str, where: str) -> Any:
     """Return the value of an option's text: as it stands for a key that takes any, else YAML."""
     kind = KEY_TYPES.get(key)
     parts = type_parts(kind)
     if typing.get_origin(parts[0]) is list:
-        return as_list(yaml_value(text, as_text=True))
+        return as_list(yaml_value(text, as_text=True, where=f"{where}: {key}"))
     if kind is not None and takes_text(kind):
         return None if text in ("null", "~") and type(None) in parts else text
-    return yaml_value(text) if text.strip() else text
+    return yaml_value(text, where=f"{where}: {key}") if text.strip() else text
 
 
 def _laid_over(below: Mapping[str, Any], layer: Mapping[str, Any], where: str) -> tuple[dict[str, Any], set[str]]:

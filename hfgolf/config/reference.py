@@ -34,7 +34,7 @@ order they come, and the file over the default. Of a key given twice, the last v
 key, and `--print_config` prints the outcome. An unknown key or a wrong value gives one line that names the right one.
 Values are YAML 1.2: `010` is ten, `1e-5` is a number. Text for a key that takes a number, true or false is read as
 YAML, too: `'1e-5'` is a number there, and `yes`, `no`, `on` and `off` are true and false. Elsewhere they are text, as a
-number is in quotes.
+number is in quotes, except that `train.mixed_precision: off` is `no`.
 
 The default model is a modern block: RMSNorm, rotary positions, normed queries and keys, squared ReLU, no biases, and
 output projections that start at zero. These options make it GPT-2, to 1e-5 in the logits:

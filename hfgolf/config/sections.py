@@ -5,10 +5,12 @@ Does not know how users set them (parse.py) or what they do. The docstring under
 
 from __future__ import annotations
 
+import functools
 import math
 import os
 import typing
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from itertools import chain
 from typing import Annotated, Any, Literal, Self
 
@@ -60,7 +62,9 @@ def plain(value: Any, kind: Any = Any) -> Any:
     kind: the type of its key. Text for one that takes none is what YAML 1.2 reads in it, and for true or false also
     YAML 1.1, which earlier versions read: yes, no, on and off. For one of names with no, false is no, as it was then.
     """
-    value = value.tolist() if hasattr(value, "tolist") else value
+    if type(value).__module__ in ("numpy", "torch") and hasattr(value, "tolist"):
+        with suppress(RuntimeError):  # a tensor without numbers
+            value = value.tolist()
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if isinstance(value, Mapping):
@@ -75,7 +79,10 @@ def plain(value: Any, kind: Any = Any) -> Any:
         return "no"
     if not isinstance(value, str) or takes_text(kind) or value in names or not value.strip():
         return value  # empty text, as of a variable that is not set, is no null
-    return truth if isinstance(truth, bool) and bool in parts else yaml_value(value)
+    if isinstance(truth, bool) and bool in parts:
+        return truth
+    read = yaml_value(value)
+    return read if any(has_type(read, part) for part in parts) else value  # a refusal shows what was written
 
 
 def type_parts(kind: Any) -> list[Any]:
@@ -98,10 +105,15 @@ def takes_text(kind: Any) -> bool:
 def has_type(value: Any, kind: Any) -> bool:
     """Return whether a value read from YAML or JSON fits a type annotation, with its bounds."""
     try:
-        TypeAdapter(kind, config=ConfigDict(strict=True)).validate_python(value)
+        _adapter(kind).validate_python(value)
     except ValidationError:
         return False
     return True
+
+
+@functools.cache
+def _adapter(kind: Any) -> TypeAdapter[Any]:
+    return TypeAdapter(kind, config=ConfigDict(strict=True))
 
 
 def _short(name: str) -> str:
@@ -163,7 +175,7 @@ def describe_type(kind: Any) -> str:
         return "a mapping"
     if origin is tuple:
         return f"a list of {len(arguments)}, each {describe_type(arguments[0])}"
-    return " or ".join(describe_type(argument) for argument in arguments)
+    return " or ".join(map(describe_type, arguments)).replace(" or true or false", ", true or false")
 
 
 def _describe_bounds(field: FieldInfo) -> str:

@@ -17,7 +17,7 @@ from ruamel.yaml.error import YAMLError
 from ruamel.yaml.nodes import Node, ScalarNode
 
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import one_line
+from hfgolf.system.wording import one_line, shortened
 
 _MAX_VALUES = 100_000  # in one document, with aliases expanded
 
@@ -44,11 +44,16 @@ def load_yaml(path: str | Path, where: str, as_text: bool = False) -> Any:
         raise UserError(f"{where} is not YAML: {_problem(error)}.") from None
 
 
-def yaml_value(text: str, as_text: bool = False) -> Any:
-    """Return what YAML makes of a text, or the text itself if it is not YAML: then no key takes it but one for text."""
+def yaml_value(text: str, as_text: bool = False, where: str | None = None) -> Any:
+    """Return what YAML makes of a text, or the text itself if it is not YAML.
+
+    where: the option. Raises UserError, if it is given, for a list or a mapping that is not YAML.
+    """
     try:
         return _construct(text, as_text)
-    except (YAMLError, RecursionError, ValueError):  # ValueError: 5,000 digits
+    except (YAMLError, RecursionError, ValueError) as error:  # ValueError: 5,000 digits
+        if where and text.lstrip().startswith(("[", "{")):
+            raise UserError(f"{where} {shortened(text)} is not YAML ({_problem(error)}).") from None
         return text
 
 

@@ -18,7 +18,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from hfgolf.data.documents import Messages, is_learned
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import first_line
+from hfgolf.system.wording import first_line, shortened
 
 CHAT_TOKENS = ["<|system|>", "<|user|>", "<|assistant|>", "<|end|>"]
 # Each turn is between special tokens, so the tokens of a prompt are the same with and without the answer.
@@ -127,7 +127,10 @@ class ConversationEncoder:
         return [number for encoding in self._encode_parts(text.split(_CUT)) for number in encoding.ids]
 
     def _encode_parts(self, parts: list[str]) -> list[Encoding]:
-        return self._backend.encode_batch(parts, add_special_tokens=False)
+        try:
+            return self._backend.encode_batch(parts, add_special_tokens=False)
+        except BaseException as error:  # a panic of the library is no Exception
+            raise encoding_error(self._backend, parts, error) from error
 
     def _render(self, name: str, messages: Messages) -> tuple[str, list[_Span]]:
         try:
@@ -193,3 +196,18 @@ def _is_inside(offsets: np.ndarray, turns: list[_Span]) -> np.ndarray:
     starts, ends = np.array(turns, np.int64).reshape(-1, 2).T
     following = np.searchsorted(ends, offsets[:, 0], side="right")  # the first turn that ends after the token's start
     return offsets[:, 1] > np.append(starts, np.iinfo(np.int64).max)[following]
+
+
+def encoding_error(backend: Tokenizer, texts: list[str], error: BaseException) -> BaseException:
+    """Return the error that names the text which a tokenizer cannot encode; another error as it is."""
+    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        return error
+    for text in texts:
+        try:
+            backend.encode(text, add_special_tokens=False)
+        except BaseException:
+            return UserError(
+                f"tokenizer: it cannot encode the text that begins {shortened(text)} ({first_line(error).rstrip('.')});"
+                " name another tokenizer, or remove this text."
+            )
+    return error

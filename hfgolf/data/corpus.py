@@ -226,7 +226,7 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         old, new = before.get(name), now.get(name)
         if old == new:
             continue
-        if isinstance(old, list) and isinstance(new, list):
+        if isinstance(old, list) and isinstance(new, list) and all(isinstance(entry, list) for entry in [*old, *new]):
             entries = [entry for entry in new if entry not in old] + [entry for entry in old if entry not in new]
             names = join_words(dict.fromkeys(entry[0] for entry in entries), maximum=1)
             changes.append(f"{name} ({names})" if names else name)

@@ -190,6 +190,7 @@ def open_shards(corpus: Corpus, tokenizer: Any) -> tuple[ShardStream, ShardStrea
     """
     data, vocab_size = corpus.data, embedding_rows(tokenizer)
     train_paths, val_paths = (tuple(f.path for f in corpus.files if f.split == split) for split in (None, "val"))
+    corpus.require_text("train", len(train_paths))
     separator = tokenizer.eos_token_id if data.separator_id is None else data.separator_id
     if separator >= vocab_size:
         raise UserError(f"data.separator_id: {separator} is not in the tokenizer, which has {vocab_size} entries.")

@@ -101,7 +101,7 @@ def load_tokens(
     """
     corpus = corpus or load_corpus(data)
     cache_dir = cache_folder(data)
-    # load and hash it only once: a large one takes a while
+    # load it only once: a large one takes a while
     tokenizer = tokenizer or find_tokenizer(tokenizer_config, corpus.identity, cache_dir / "tokenizers")
     if data.source == "shards" and tokenizer is not None:
         train, val = open_shards(corpus, tokenizer)

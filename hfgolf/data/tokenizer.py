@@ -30,7 +30,7 @@ from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unic
 from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.cache_folder import read_manifest, write_manifest
 from hfgolf.data.case_operators import OPERATORS, add_case_operators, has_case_operators
-from hfgolf.data.chat import CHAT_TOKENS, add_chat_template
+from hfgolf.data.chat import CHAT_TOKENS, add_chat_template, encoding_error
 from hfgolf.data.downloads import is_cached_only
 from hfgolf.data.pieces import evenly_sampled, num_text_bytes, texts
 from hfgolf.data.sentencepiece_model import SPACE, load_sentencepiece
@@ -143,7 +143,7 @@ def build_encoder(tokenizer: PreTrainedTokenizerFast, kind: str) -> Encoder:
         try:
             encodings = backend.encode_batch_fast(texts, add_special_tokens=False)
         except BaseException as error:  # a panic of the library is no Exception
-            raise _encoding_error(backend, texts, error) from error
+            raise encoding_error(backend, texts, error) from error
         ids = array("I")  # reads a list twice as fast as numpy
         for encoding in encodings:
             ids.fromlist(encoding.ids)
@@ -190,21 +190,6 @@ def _text_only(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
     backend = Tokenizer.from_str(json.dumps(rules))
     backend.encode_special_tokens = True
     return backend
-
-
-def _encoding_error(backend: Tokenizer, texts: list[str], error: BaseException) -> BaseException:
-    """Return the error that names the text which a tokenizer cannot encode; another error as it is."""
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-        return error
-    for text in texts:
-        try:
-            backend.encode(text, add_special_tokens=False)
-        except BaseException:
-            return UserError(
-                f"tokenizer: it cannot encode the text that begins {shortened(text)} ({first_line(error).rstrip('.')});"
-                " name another tokenizer, or remove this text."
-            )
-    return error
 
 
 def document_start(tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -6,6 +6,7 @@ For the interface of a detector, see symptoms.py.
 from __future__ import annotations
 
 import math
+from collections import deque
 from itertools import islice
 from typing import Any
 
@@ -13,7 +14,7 @@ import numpy as np
 
 from hfgolf.config.sections import budgeted_eval_tokens
 from hfgolf.doctor.finding import IN_A_ROW, Detector, Finding, two_digits
-from hfgolf.doctor.history import History, Interval
+from hfgolf.doctor.history import MAX_KEPT, History, Interval
 
 MAX_HASHES = 10_000  # steps within which a repeated batch is noticed
 EPOCH_TOLERANCE = 1e-9  # for rounding, in epochs
@@ -214,20 +215,21 @@ class OverBudget:
     """An artifact that will not fit the budget at a small loss. Sizes grow like the logarithm of the step."""
 
     def __init__(self) -> None:
-        self._sizes: dict[int, float] = {}
-        """{step: bytes of the forecast}"""
+        self._sizes: deque[tuple[int, float]] = deque(maxlen=MAX_KEPT)
+        """(step, bytes of the forecast)."""
 
     def __call__(self, history: History) -> Finding | None:
         budget, size = history.settings["golf.budget_bytes"], history.latest.get("golf_bytes")
         if history.latest is history.restore:
-            self._sizes = {step: size for step, size in self._sizes.items() if step <= history.restore["step"]}
+            while self._sizes and self._sizes[-1][0] > history.restore["step"]:
+                self._sizes.pop()
         if budget is None or size is None:
             return None
         now, last_step = history.step, max(history.settings["train.max_steps"] or 0, history.step)
-        self._sizes[now] = size
+        self._sizes.append((now, size))
         if len(self._sizes) < MIN_FORECASTS:
             return None
-        recent = np.array([(math.log(step), size) for step, size in self._sizes.items() if 4 * step >= now])
+        recent = np.array([(math.log(step), size) for step, size in self._sizes if 4 * step >= now])
         slope = float(np.polyfit(recent[:, 0], recent[:, 1], 1)[0]) if len(recent) > 1 else 0.0
         at_end = size + slope * math.log(last_step / now)
         if at_end <= OVER_BUDGET * budget:

@@ -159,9 +159,9 @@ def rescore_folder(
     except OSError as error:
         return {}, [f"{error.filename} cannot be read ({error.strerror})."]
     problems = [
-        f"{folder / found['name']} is not the file of the ledger: its sha256 differs."
+        f"{folder / found['name']} is not the file of the ledger: its sha256 or size differs."
         for entry, found in zip(told["files"], ledger["files"], strict=True)
-        if entry != found
+        if (entry["bytes"], entry["sha256"]) != (found["bytes"], found["sha256"])
     ]
     problem = None if problems else budget_problem(ledger) or _program_problem(folder) or _text_problem(folder)
     problems += [problem] if problem else []
@@ -195,6 +195,7 @@ def _read_told(folder: Path) -> dict[str, Any]:
             and told["settings"]["mode"] in MODES
             and (stride is None or 0 < stride <= 2**24)
             and len(counted) == len(told["files"])
+            and all(isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str) for entry in told["files"])
             and all(Path(name).name == name and not name.startswith(".") for name in counted)
             and counted.keys() | {CONFIG} >= _COUNTED_BY.keys()
             and all(counted_by == _COUNTED_BY.get(name, COUNTS) for name, counted_by in counted.items())

@@ -19,6 +19,7 @@ import threading
 from pathlib import Path
 
 from hfgolf.system.command import run_command
+from hfgolf.system.durable import write_text
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
 
@@ -72,8 +73,6 @@ def _upload(folder: Path, files: list[Path], repo_id: str, private: bool, messag
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import get_session
 
-    from hfgolf.publish.model_card import set_location
-
     api = HfApi()
     get_session().timeout = RESPONSE_TIMEOUT_SECONDS
     try:
@@ -92,15 +91,26 @@ def _upload(folder: Path, files: list[Path], repo_id: str, private: bool, messag
     return str(url)
 
 
+def set_location(path: Path, location: str) -> None:
+    """Set the location in the examples of the card at `path`."""
+    card = path.read_text(encoding="utf-8")
+    # only the first ones: a sample from a model trained on Python may contain more
+    named = re.sub(r'(?<=\.from_pretrained\(")[^"]*', lambda _: location, card, count=2)
+    named = re.sub(r'(?<=export --model ")[^"]*(?=" --to gguf)', lambda _: location, named, count=1)
+    if named != card:
+        write_text(path, named)
+
+
 def exported_files(folder: Path) -> list[Path]:
     """Return the files that an export wrote to a folder, sorted. Warns about others. Raises UserError for a link."""
     index, parts = folder / _INDEX, set()
     if index.is_file() and not index.is_symlink():
         try:
-            parts = set(json.loads(index.read_bytes())["weight_map"].values())
+            named = set(json.loads(index.read_bytes())["weight_map"].values())
+            parts = {name for name in named if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name)}
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             raise UserError(f"{index} is damaged, so nothing was pushed; export the model again.") from None
-    names = {*_EXPORTED, *(name for name in parts if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name))}
+    names = {*_EXPORTED, *parts}
     files = sorted(path for path in folder.iterdir() if path.name in names)
     for path in files:
         if path.is_symlink() or not path.is_file():  # a link may point to any private file

@@ -180,16 +180,6 @@ def with_usage(card: str, sections: str) -> str:
     return _USAGE_IN_CARD.sub(lambda _: sections, card, count=1)
 
 
-def set_location(path: Path, location: str) -> None:
-    """Set the location in the examples of the card at `path`."""
-    card = path.read_text(encoding="utf-8")
-    # only the first ones: a sample from a model trained on Python may contain more
-    named = re.sub(r'(?<=\.from_pretrained\(")[^"]*', lambda _: location, card, count=2)
-    named = re.sub(r'(?<=export --model ")[^"]*(?=" --to gguf)', lambda _: location, named, count=1)
-    if named != card:
-        write_text(path, named)
-
-
 def add_task_results(
     path: Path, metrics: dict[str, dict[str, float]], shots: dict[str, int | None], source: str
 ) -> bool:

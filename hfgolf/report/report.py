@@ -79,9 +79,13 @@ def render_page(
         live = {"writtenAt": now, "everySeconds": reload_seconds, "untilSeconds": until_seconds}
     keys = dict.fromkeys(key for run in runs for key in run.config if key not in _NAME_KEYS)
     described = [_describe(run, number, price) for number, (run, price) in enumerate(zip(runs, prices, strict=True))]
+    labels = [label for label, _ in FIGURES.values() if any(label in one["figures"] for one in described)]
+    texts = {label: {one["figures"].get(label) for one in described} for label in labels}
+    same = {label: text for label, (text, *others) in texts.items() if not others}
     content = {
         "runs": described,
-        "labels": [label for label, _ in FIGURES.values() if any(label in one["figures"] for one in described)],
+        "labels": [label for label in labels if label not in same],
+        "same": same,
         "notes": notes_on_all(runs),
         "differences": [key for key in keys if any(run.config.get(key) != runs[0].config.get(key) for run in runs)],
         "written": minute(now),

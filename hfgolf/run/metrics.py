@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 MAX_BYTES = 2**26
 """Of a larger file, only so much is read. This is about 50,000 rows of 10 steps each."""
 MAX_ROWS = 40_000
-"""More are thinned while a run writes them."""
+"""More are thinned: rows while a run writes them, and evaluations and events of a larger file."""
 _TOO_LARGE = 10**38
-_ALWAYS_READ = (b'"event":', b'"val_tokens":')  # marks of events and evaluations
+_MARKS = (b'"event":', b'"val_tokens":')  # of events and evaluations
 
 
 class MetricsFile:
@@ -146,16 +146,21 @@ def on_subset(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read a metrics.jsonl; of one larger than MAX_BYTES, all events, evaluations, and every n-th other row.
+    """Read a metrics.jsonl; of one larger than MAX_BYTES, every n-th row, and of events and evaluations more.
 
     Raises OSError if it cannot be read.
     """
     every = 1 + path.stat().st_size // MAX_BYTES
     metrics = Metrics([], [], is_sampled=every > 1)
     with path.open("rb") as file:
+        num_marked = sum(map(_is_marked, file)) if metrics.is_sampled else 0
+        strides, seen = {True: 1 + num_marked // MAX_ROWS, False: every}, {True: 0, False: 0}
+        file.seek(0)
         waiting = None  # the last line is always read
-        for number, line in enumerate(file):
-            waiting = line if number % every and not any(mark in line for mark in _ALWAYS_READ) else None
+        for line in file:
+            is_marked = _is_marked(line)
+            waiting = line if seen[is_marked] % strides[is_marked] else None
+            seen[is_marked] += 1
             if waiting is None:
                 metrics.read(line)
     if waiting is not None:
@@ -163,11 +168,17 @@ def read_metrics(path: Path) -> Metrics:
     return metrics
 
 
+def _is_marked(line: bytes) -> bool:
+    """Return whether a line is that of an event or an evaluation."""
+    return any(mark in line for mark in _MARKS)
+
+
 def read_metrics_of(folder: Path) -> Metrics:
     """Read the metrics.jsonl of a run. Raises UserError if there is none, or neither a row nor an event in it."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"{path} does not exist; name the folder of a run, such as runs/small.")
+        problem = f"{path} does not exist" if folder.is_dir() else f"there is no folder {folder}"
+        raise UserError(f"{problem}; name the folder of a run, such as runs/small.")
     try:
         metrics = read_metrics(path)
     except OSError as error:

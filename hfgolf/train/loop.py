@@ -45,7 +45,7 @@ def train(resolved: ResolvedConfig, signals: Signals | None = None, hooks: Seque
     Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if SIGTERM, SIGINT or SIGHUP
     ended the run after a save.
     """
-    with session(signals) as (signals, stopwatch):
+    with session(resolved.config, signals) as (signals, stopwatch):
         run = set_up(resolved, Hooks(hooks), signals, stopwatch)
         with signals.deferred():
             try:

@@ -39,13 +39,17 @@ LARGE_BLOCK_BYTES = 2**22
 
 
 @contextlib.contextmanager
-def session(signals: Signals | None) -> Iterator[tuple[Signals, Stopwatch]]:
+def session(config: RunConfig, signals: Signals | None) -> Iterator[tuple[Signals, Stopwatch]]:
     """Handle signals, meet the other processes and open the console inside a `with` block.
 
     signals: already entered by the caller; None: the caller is Python, which has done other things before. Yields the
-    signals and the stopwatch of the run. Afterwards, the next run may choose another precision.
+    signals and the stopwatch of the run. Afterwards, the next run may choose another precision. Raises UserError if the
+    processes do not share the run's folder.
     """
     from accelerate.state import AcceleratorState
+
+    from hfgolf.run.folder import run_folder
+    from hfgolf.train.claim import require_shared
 
     not_ours = process_seconds() if signals is None else 0.0
     is_own = not AcceleratorState._shared_state
@@ -57,6 +61,7 @@ def session(signals: Signals | None) -> Iterator[tuple[Signals, Stopwatch]]:
         stack.enter_context(together(processes().num_processes))
         if processes().is_main_process:
             console.open()
+        require_shared(run_folder(config))
         stopwatch = Stopwatch(console.switch)
         stopwatch.carry_over({"setup": -not_ours})
         yield signals, stopwatch

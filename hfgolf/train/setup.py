@@ -57,7 +57,7 @@ from hfgolf.system.wording import gigabytes, labeled
 from hfgolf.train.announce import announce_device, announce_model
 from hfgolf.train.attention_probe import describe_attention
 from hfgolf.train.build import build_model, check_golf, other_config
-from hfgolf.train.claim import agree_on_config, claim, require_shared
+from hfgolf.train.claim import agree_on_config, claim
 from hfgolf.train.clock import Clock, step_limit
 from hfgolf.train.compilation import choose_compilation, warm_up
 from hfgolf.train.console import console
@@ -123,7 +123,6 @@ class _Origin:
 def _claim(said: ResolvedConfig) -> tuple[RunFolder, _Origin | None]:
     """Phase 1: claim the run's folder, and find the checkpoint to resume from."""
     folder, which = run_folder(said.config), said.config.train.resume
-    require_shared(folder)
     check_resume(folder.checkpoints, which)
     if processes().is_main_process:
         claim(folder, said)

@@ -273,6 +273,14 @@ def test_validation_shards_that_also_train_are_told(tmp_path, caplog):
     assert "val.bin has the same content as" in message and "train.bin, which trains" in message
 
 
+def test_shards_that_only_validate_leave_nothing_to_train_on(tmp_path):
+    path = str(write_shard(tmp_path / "val.bin", [END, 65]))
+    with pytest.raises(
+        UserError, match=r"train split .* is empty: every file in data\.files is also in data\.val_files"
+    ):
+        load_tokens(options(tmp_path, files=[path]), BYTE)
+
+
 def test_ids_outside_the_vocabulary_are_rejected_when_read(tmp_path):
     write_shard(tmp_path / "train.bin", [65, 66, 300, 67])
     write_shard(tmp_path / "val.bin", [END, 65])

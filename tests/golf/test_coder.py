@@ -42,6 +42,17 @@ def test_million_draws_take_their_entropy(draws):
     assert not coded.raw, "integers below 64 have no raw bits"
 
 
+def test_words_that_nobody_reads_are_noticed():
+    integers = np.rint(RANDOM.normal(0, 3, 5000)).astype(np.int32)
+    encoder = Encoder(1)
+    encoder.add(0, integers)
+    coded = encoder.encode(4)
+    for stream, raw in ((coded.stream + bytes(2), coded.raw), (coded.stream, coded.raw + bytes(1))):
+        decoder = Decoder(coded.tables, coded.num_lanes, stream, raw)
+        np.testing.assert_array_equal(decoder.integers(np.zeros(5000, np.int64)), integers)
+        assert not decoder.is_at_end()
+
+
 def test_textbook_decoder_reads_a_single_lane():
     """A decoder written from Duda 2013, arXiv:1311.2540, one symbol at a time, reads the same integers.
 

@@ -14,7 +14,8 @@ from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.tokenizer import build_tokenizer
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.gguf import export_gguf, gguf_tokenizer
-from hfgolf.publish.model_card import set_location, usage
+from hfgolf.publish.hub import set_location
+from hfgolf.publish.model_card import usage
 from hfgolf.system.errors import UserError
 
 

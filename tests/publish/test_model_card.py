@@ -12,7 +12,8 @@ from tiny_export import SUMMARY, card_of
 
 from hfgolf.config.parse import load_config
 from hfgolf.config.sections import DataSection, RunConfig
-from hfgolf.publish.model_card import add_task_results, set_location
+from hfgolf.publish.hub import set_location
+from hfgolf.publish.model_card import add_task_results
 
 
 def test_metadata_has_the_fields_the_hub_indexes(exported):

@@ -42,6 +42,23 @@ def test_long_file_is_sampled_with_all_evaluations_and_events(tmp_path, monkeypa
     assert 190 <= len(steps) <= 210 and max(later - sooner for sooner, later in itertools.pairwise(steps)) <= 102
 
 
+def test_very_many_evaluations_are_sampled(tmp_path, monkeypatch):
+    path = write(tmp_path / "metrics.jsonl", [{"step": step} | EVALUATED for step in range(10_000)])
+    monkeypatch.setattr(metrics, "MAX_BYTES", 1000)
+    monkeypatch.setattr(metrics, "MAX_ROWS", 200)
+    read = read_metrics(path)
+    assert len(read.rows) <= 202 and read.rows[-1]["step"] == 9_999
+
+
+def test_rows_of_a_long_file_are_read_whatever_is_between_them(tmp_path, monkeypatch):
+    """An event before each row, as in a sick run, must not hide every row."""
+    lines = [line for step in range(2_000) for line in ({"step": step, "event": "x"}, {"step": step})]
+    path = write(tmp_path / "metrics.jsonl", lines)
+    monkeypatch.setattr(metrics, "MAX_BYTES", path.stat().st_size - 1)
+    read = read_metrics(path)
+    assert (len(read.rows), len(read.events)) == (1_001, 2_000)
+
+
 def test_rows_after_the_resumed_step_and_broken_lines_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(
