@@ -238,7 +238,8 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
     free_bytes = free_memory_bytes(torch.device("cpu"))
     is_in_memory = num_bytes <= _RAM_SHARE * free_bytes if data.in_memory == "auto" else data.in_memory
     manifest = read_manifest(folder)
-    train, val = (open_stream(stream_path(folder, split), is_in_memory, embedding_rows(tokenizer)) for split in SPLITS)
+    rows = embedding_rows(tokenizer)
+    train, val = (open_stream(stream_path(folder, split), is_in_memory, rows) for split in SPLITS)
     if data.in_memory == "auto":
         where = "copied into memory" if is_in_memory else "memory-mapped"
         why = f"data.in_memory auto: {num_bytes / 1e6:,.1f} MB, {free_bytes / 1e6:,.0f} MB free"
