@@ -22,7 +22,7 @@ from hfgolf.system.redact import redact_values
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2**26
-"""Of a larger file, only so much is read. This is about 50,000 rows of 10 steps each."""
+"""Of a larger file, rows of about so many bytes are kept. This is about 50,000 rows of 10 steps each."""
 MAX_ROWS = 40_000
 """More are thinned: rows while a run writes them, and evaluations and events of a larger file."""
 _TOO_LARGE = 10**38
