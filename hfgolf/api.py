@@ -198,7 +198,7 @@ def _resolve(
     base = None
     arguments = [f"./{text}" if text.startswith("-") else text for text in texts]
     if config is None:
-        base = shipped_base("model.init_from" in stated)
+        base = shipped_base(stated)
     elif isinstance(config, RunConfig | ResolvedConfig):
         base = as_resolved(config)
     else:

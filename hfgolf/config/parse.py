@@ -28,7 +28,17 @@ from hfgolf.config.other_names import (
     laid_over,
     with_ema_decay,
 )
-from hfgolf.config.sections import KEY_TYPES, SECTIONS, RunConfig, as_list, has_type, plain, takes_text, type_parts
+from hfgolf.config.sections import (
+    KEY_TYPES,
+    SECTIONS,
+    Positive,
+    RunConfig,
+    as_list,
+    has_type,
+    plain,
+    takes_text,
+    type_parts,
+)
 from hfgolf.config.yaml_text import as_yaml, load_yaml, yaml_value
 from hfgolf.system.command import is_first_of_machine
 from hfgolf.system.errors import UserError
@@ -38,6 +48,21 @@ from hfgolf.system.wording import close_match, join_words, nearest, shortened
 logger = logging.getLogger(__name__)
 
 _FLAGS = ("-h", "--help", "--print_config")
+_SHORT = {"--minutes": "--train.max_minutes"}
+AUTOPILOT = (
+    "tokenizer.kind",
+    "tokenizer.vocab_size",
+    "model.hidden_size",
+    "model.num_hidden_layers",
+    "model.num_attention_heads",
+    "model.dropout",
+    "batch.tokens_per_step",
+    "optim.learning_rate",
+    "optim.adamw_learning_rate",
+    "train.max_tokens",
+    "train.eval_every_steps",
+)
+"""The keys that train/autopilot.py decides for a text and minutes, where nobody states them: their source is auto."""
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIGS = CONFIGS if CONFIGS.is_dir() else CONFIGS.parents[1] / "configs"  # beside the package in a checkout
@@ -115,6 +140,7 @@ def load_config(
         sys.exit(0)
     options = _options(arguments, where)
     path = find_config(options.pop("config")) if "config" in options else None
+    dollars = options.pop("dollars", None)
     stated = plain(dict(values or {}))
     for key in [*stated, *options]:
         _check_key(key, where)
@@ -122,18 +148,20 @@ def load_config(
     if texts and "data.files" in stated:
         raise UserError(f"{texts[0]}: data.files names the text already; name all of it there.")
     stated |= {"data.files": texts} if texts else {}
+    from_file = {} if path is None else read_yaml(path)
+    if dollars is not None:
+        stated["train.max_minutes"] = _minutes(dollars, (from_file | stated).get("run.price_per_hour"))
     if texts and base is None and path is None:
-        base = shipped_base(stated.get("model.init_from") is not None)
+        base = shipped_base(stated)
     below, sources = ({}, {}) if base is None else (base.stated(), dict(base.sources))
     if base and texts:
         below["run.name"] = text_name(texts)
     if path is not None:
-        from_file = read_yaml(path)
         for key in from_file:
             _check_key(key, path)
         below, said = _laid_over(below, from_file, path)
         sources |= dict.fromkeys(said, "file")
-    implied = _implied(below, stated)
+    implied = _implied(below, stated) | (_placeholders(stated) if sources.get("train.max_tokens") == "auto" else {})
     merged, said = _laid_over(below | implied, stated, where)
     sources |= dict.fromkeys(implied, "auto") | dict.fromkeys(said, where.removeprefix("the "))
     merged, half_life = with_ema_decay(merged), merged.get(HALF_LIFE)
@@ -169,7 +197,7 @@ def _options(arguments: list[str], where: str) -> dict[str, str]:
         if key == "config" and key in found:
             both = f"{found[key]}, {text}"
             raise UserError(f"--config: named more than once ({both}); name one, and other values as options.")
-        if not equals and key != "config":
+        if not equals and key not in ("config", "dollars"):
             _check_key(key, where)
         if not equals:
             raise UserError(f"{where}: {name} needs a value.")
@@ -208,18 +236,36 @@ def _say_once(line: str) -> None:
         logger.warning("%s", line)
 
 
-def shipped_base(starts_elsewhere: bool) -> ResolvedConfig:
+def _minutes(dollars: str, price_per_hour: object) -> float:
+    """Return the minutes that --dollars pays for."""
+    value = yaml_value(dollars, where="--dollars")
+    if not has_type(value, Positive):
+        raise UserError(f"--dollars: {shortened(dollars)} is not allowed; allowed: a number above 0.")
+    if not has_type(price_per_hour, Positive):
+        raise UserError("--dollars: the price is not known; add --run.price_per_hour, of the whole machine in dollars.")
+    return 60 * value / price_per_hour
+
+
+def shipped_base(stated: Mapping[str, Any]) -> ResolvedConfig:
     """Return what begins without a config: small, or finetune for weights that exist, without their examples.
 
-    Of finetune, these are its text, its model and the length of its sequences, for which the weights may be too short.
-    Of small, its prompt and its tokenizer, whose size depends on the text; a run that has another tokenizer keeps it.
+    stated: what a person states beside it. With train.max_minutes and random weights, the values of AUTOPILOT are open.
+    Of finetune, the examples are its text, its model and the length of its sequences, for which the weights may be too
+    short. Of small, they are its prompt, and its tokenizer, whose size depends on the text; a run that has another
+    tokenizer keeps it.
     """
+    starts_elsewhere = stated.get("model.init_from") is not None
     name = "finetune" if starts_elsewhere else "small"
     of_weights = ("data.", "model.", "batch.sequence_length")
     examples = of_weights if starts_elsewhere else ("train.sample_prompt", "tokenizer.", "run.")
     shipped = load_config([f"--config={CONFIGS / name}.yaml"])
     sources = {key: name for key in shipped.sources if not key.startswith(examples)}
-    return ResolvedConfig(shipped.config, sources | ({} if starts_elsewhere else {"tokenizer.kind": "auto"}))
+    if starts_elsewhere:
+        return ResolvedConfig(shipped.config, sources)
+    if stated.get("train.max_minutes") is None or "model.architecture" in stated:
+        return ResolvedConfig(shipped.config, sources | {"tokenizer.kind": "auto"})
+    del sources["train.max_steps"]
+    return ResolvedConfig(shipped.config, sources | dict.fromkeys(AUTOPILOT, "auto"))
 
 
 def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConfig:
@@ -245,6 +291,20 @@ def _implied(below: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, A
     if stated.get("model.init_from") is not None and below.get("batch.segment_length"):
         implied["batch.segment_length"] = None
     return implied
+
+
+def _placeholders(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of AUTOPILOT's keys, until they are chosen, that go with those that are stated."""
+    fitting = {
+        "model.hidden_size": ("model.num_attention_heads", 64),
+        "model.num_attention_heads": ("model.hidden_size", 0),
+        "batch.tokens_per_step": ("batch.sequence_length", 1),
+    }
+    return {
+        key: stated[other] * factor or 1
+        for key, (other, factor) in fitting.items()
+        if isinstance(stated.get(other), int) and key not in stated
+    }
 
 
 def find_config(name: str) -> str:
@@ -289,6 +349,7 @@ def one_token_per_option(arguments: Sequence[str]) -> list[str]:
     rest = list(arguments)
     while rest:
         key, equals, value = (argument := rest.pop(0)).partition("=")
+        key = _SHORT.get(key, key)
         if argument == "--":  # what follows are texts
             return [*tokens, *(f"./{text}" if text.startswith("-") else text for text in rest)]
         if not is_option(argument):
@@ -307,9 +368,9 @@ def one_token_per_option(arguments: Sequence[str]) -> list[str]:
 
 
 def is_option(argument: str) -> bool:
-    """Return whether an argument is an option of a config: --config, or --section.key."""
+    """Return whether an argument is an option of a config: --config, --minutes, --dollars or --section.key."""
     name = argument.partition("=")[0]
-    return name == "--config" or (name.startswith("--") and "." in name)
+    return name in ("--config", "--dollars", *_SHORT) or (name.startswith("--") and "." in name)
 
 
 def is_key(key: str) -> bool:

@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -116,6 +117,28 @@ class Corpus:
                 num_left = max(0, num_left - len(block))
             train.end_document()
             val.end_document()
+
+    def train_start(self, max_bytes: int, scratch: Path) -> tuple[list[str], float]:
+        """Return the first max_bytes of the training text in blocks, and the bytes of all of it.
+
+        Of a larger text, the bytes follow from the sizes of its files, so they are too few if these are compressed;
+        those of a dataset of the Hub are infinity. scratch: a folder for files that must be unpacked first. Raises
+        UserError like write_pieces.
+        """
+        is_cut = self.data.split == "contiguous" and not self.data.val_files
+        share = 1 - self.data.val_fraction if is_cut else 1.0
+        blocks, num_bytes = list[str](), 0
+        for _, split, content in self._documents(scratch):
+            for block in () if split == "val" else content:
+                blocks.append(block)
+                num_bytes += len(block.encode())
+            if num_bytes > max_bytes:
+                on_disk = sum(file.path.stat().st_size for file in self.files if file.split != "val")
+                share = share if is_cut or self.data.val_files else 1 - self.data.val_fraction
+                whole = share * on_disk if self.files and self.data.max_documents is None else math.inf
+                return blocks, max(float(num_bytes), whole)
+        self.require_text("train", num_bytes)
+        return blocks, share * num_bytes
 
     def hashed_split(self, name: str) -> str:
         """Return the split of a document, which depends on its name alone."""
