@@ -71,16 +71,26 @@ class Speed:
     """{width, vocabulary and tokens of a step: its FLOPs and its seconds}; infinity if it does not fit."""
 
     def seconds(self, shape: Shape, tokens_per_step: int) -> float:
-        """Return what was timed, or what follows from the step nearest in FLOPs.
+        """Return what was timed, or what follows from the two timed steps that are nearest in FLOPs.
 
-        A step of twice the FLOPs is taken to run at 1.1 times the FLOP/s: kernels have fixed costs.
+        A step takes a fixed time, and the rest of it grows with its FLOPs. With one timed step, a third is fixed.
         """
         if (known := self.timed.get((shape.width, shape.vocabulary, tokens_per_step))) is not None:
             return known[1]
         flops = tokens_per_step * shape.flops_per_token(self.sequence_length)
-        steps = [step for step in self.timed.values() if step[1] < math.inf] or [(flops, flops / self.assumed_flops)]
-        near, seconds = min(steps, key=lambda step: abs(math.log(step[0] / flops)))
-        return seconds * (flops / near) ** 0.86
+        steps = sorted(
+            (step for step in self.timed.values() if step[1] < math.inf),
+            key=lambda step: abs(math.log(step[0] / flops)),
+        )
+        if not steps:
+            return flops / self.assumed_flops
+        near, seconds = steps[0]
+        fixed = seconds / 3
+        if len(steps) > 1 and steps[1][0] != near:
+            other, other_seconds = steps[1]
+            slope = (other_seconds - seconds) / (other - near)
+            fixed = min(max(seconds - slope * near, 0.0), 0.9 * seconds)
+        return fixed + (seconds - fixed) * flops / near
 
 
 def is_open(said: ResolvedConfig) -> bool:

@@ -102,14 +102,15 @@ def test_dollars_are_minutes_at_a_price():
     assert config.train.max_minutes == 40
 
 
-def test_untimed_steps_follow_from_the_nearest_timed_one():
-    small, large = Shape(64, 2, 256), Shape(512, 9, 256)
+def test_untimed_steps_follow_from_the_nearest_timed_ones():
+    small, middle, large = Shape(64, 2, 256), Shape(128, 3, 256), Shape(256, 5, 256)
+    flops = {shape: 2048 * shape.flops_per_token(256) for shape in (small, middle, large)}
     speed = Speed(1e11, 256)
-    flops = 2048 * small.flops_per_token(256)
-    assert speed.seconds(small, 2048) == pytest.approx(flops / 1e11)
-    speed.timed[64, 256, 2048] = flops, 0.25
-    assert speed.seconds(small, 2048) == 0.25
-    ratio = large.flops_per_token(256) / small.flops_per_token(256)
-    assert 0.25 * ratio**0.8 < speed.seconds(large, 2048) < 0.25 * ratio
-    speed.timed[512, 256, 2048] = flops * ratio, math.inf  # does not fit
-    assert speed.seconds(large, 2048) == math.inf
+    assert speed.seconds(small, 2048) == pytest.approx(flops[small] / 1e11)
+    for shape in (middle, large):
+        speed.timed[shape.width, 256, 2048] = flops[shape], 0.08 + flops[shape] / 1e11
+        assert speed.seconds(shape, 2048) == 0.08 + flops[shape] / 1e11
+    assert speed.seconds(small, 2048) == pytest.approx(0.08 + flops[small] / 1e11)
+    speed.timed[64, 256, 2048] = flops[small], math.inf  # does not fit
+    assert speed.seconds(small, 2048) == math.inf
+    assert speed.seconds(large, 4096) == pytest.approx(0.08 + 2 * flops[large] / 1e11)
