@@ -38,6 +38,7 @@ from hfgolf.system.wording import close_match, join_words, nearest, shortened
 logger = logging.getLogger(__name__)
 
 _FLAGS = ("-h", "--help", "--print_config")
+_MAX_NAME_BYTES = 100  # of a text's name in that of its run; its folder and its files add more
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIGS = CONFIGS if CONFIGS.is_dir() else CONFIGS.parents[1] / "configs"  # beside the package in a checkout
@@ -230,8 +231,9 @@ def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConf
 
 
 def text_name(texts: Sequence[str]) -> str:
-    """Return the name of a run on these texts: that of the first, without its ending."""
-    return re.sub(r"[^\w.-]+|^\W+", "_", Path(texts[0]).name.partition(".")[0]) or "text"
+    """Return the name of a run on these texts: that of the first, without its ending, and not too long for run.name."""
+    name = re.sub(r"[^\w.-]+|^\W+", "_", Path(texts[0]).name.partition(".")[0]) or "text"
+    return name.encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
 
 
 def _implied(below: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:

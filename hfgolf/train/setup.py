@@ -93,12 +93,16 @@ def set_up(
     check_golf(said.config)
     stopwatch = stopwatch or Stopwatch(console.switch)
     folder, origin = _claim(said)
-    decisions = _decide(said, origin)
-    accelerator = _set_up_process(decisions)
-    tokens = _load_tokens(decisions.config, origin)
-    run = _build(decisions, accelerator, tokens, folder, origin, stopwatch, hooks or Hooks())
-    _restore(run, origin)
-    _start(run, origin, signals or Signals())
+    try:
+        decisions = _decide(said, origin)
+        accelerator = _set_up_process(decisions)
+        tokens = _load_tokens(decisions.config, origin)
+        run = _build(decisions, accelerator, tokens, folder, origin, stopwatch, hooks or Hooks())
+        _restore(run, origin)
+        _start(run, origin, signals or Signals())
+    except BaseException:
+        folder.abandon()
+        raise
     return run
 
 
