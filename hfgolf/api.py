@@ -48,7 +48,7 @@ from hfgolf.system.ranks import decide, together
 from hfgolf.system.signals import Signals
 from hfgolf.system.wording import join_words, one_line, shortened
 from hfgolf.train import loop
-from hfgolf.train.claim import changed_text, changes, completed, damage
+from hfgolf.train.claim import changed_text, completed, damage, with_own_folder
 from hfgolf.train.console import show_log
 from hfgolf.train.decisions import with_accelerate
 from hfgolf.train.finish import show_summary
@@ -82,11 +82,14 @@ def train(
 def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Signals | None = None) -> dict[str, Any]:
     """Train a run, or show and return the summary of one that is complete. Arguments and errors are those of `train`.
 
-    A complete run whose model or summary is damaged is rebuilt from its checkpoints.
+    If neither run.name nor train.resume says which run is meant, another run's folder is left alone. A complete run
+    whose model or summary is damaged is rebuilt from its checkpoints.
     """
-    resolved = with_accelerate(resolved)  # to compare it with a complete run
-    folder, state = run_folder(resolved.config), processes()
+    resolved, state = with_accelerate(resolved), processes()  # to compare it with a complete run
     with together(state.num_processes):
+        if "run.name" not in resolved.sources and resolved.config.train.resume is None:
+            resolved = with_own_folder(resolved)
+        folder = run_folder(resolved.config)
         summary = decide(lambda: completed(folder, resolved))
         if summary:
             logger.info("%s is complete; to train again, choose another --run.name or delete that folder", folder.path)
@@ -159,7 +162,7 @@ def fit(
     with _shown_log():
         resolved = with_accelerate(resolved)
         if name is None:
-            resolved = _with_own_folder(resolved)
+            resolved = with_own_folder(resolved)
         folder = run_folder(resolved.config)
         if not folder.path.exists():
             require_paths(resolved.config.data)  # before there is a folder
@@ -205,17 +208,6 @@ def _resolve(
         arguments.append(f"--config={config}")
     stated = {"train.resume": "auto"} | stated
     return load_config(arguments, where=_WHERE, base=base, values=stated)
-
-
-def _with_own_folder(resolved: ResolvedConfig) -> ResolvedConfig:
-    """Return the config with the first name whose folder is free, or holds this run."""
-    base, number = resolved.config.run.name, 1
-    while True:
-        folder = run_folder(resolved.config)
-        if not folder.config.exists() or not (changes(folder, resolved) or changed_text(folder, resolved.config)):
-            return resolved
-        number += 1
-        resolved = resolved.resolve(_WHERE, run__name=f"{base}-{number}")
 
 
 @contextmanager

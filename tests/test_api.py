@@ -127,6 +127,29 @@ def test_same_call_returns_the_run_and_another_trains_a_new_one(folder, capsys):
     assert fit("my.txt", name="mine").folder == Path("runs/mine")
 
 
+def test_a_run_that_nobody_named_leaves_the_folders_of_others_alone(
+    copied_run, tiny_run, hfgolf, reset_accelerate, tmp_path
+):
+    folder = copied_run()  # complete
+    unnamed = [option for option in tiny_run() if not option.startswith("--run.name")]
+    (tmp_path / "tiny.yaml").write_text("")
+
+    def train(*options: str) -> Any:
+        reset_accelerate()
+        return hfgolf("train", "--config", tmp_path / "tiny.yaml", *unnamed, *options)
+
+    assert f"{folder} is complete" in train().out
+    other = train("--train.max_steps=3")
+    assert f"run      {folder}-2, because {folder} holds a complete run with another text or config" in other.out
+    assert "(train.max_steps 6 -> 3)" in other.out and other.status == 0
+    assert f"{folder}-2 is complete" in train("--train.max_steps=3").out
+    assert "holds a run with another config" in train("--train.max_steps=3", "--run.name=tiny").err
+    (folder / "summary.json").unlink()  # it can be continued
+    assert f"{folder} holds an unfinished run; continue it with --train.resume auto" in train().err
+    assert "is from a run with another config" in train("--train.max_steps=5", "--train.resume=auto").err
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["tiny", "tiny-2"]
+
+
 @pytest.mark.slow
 def test_hooks_see_the_run_and_do_not_change_it(folder):
     seen = Seen()

@@ -112,6 +112,12 @@ def test_texts_without_options_are_trained_with_the_small_config():
         load_config(["b.txt", "--data.files", "a.txt"])
 
 
+def test_a_run_takes_its_text_s_name_as_far_as_that_fits():
+    for name in ("a" * 240 + ".txt", "ä" * 120 + ".txt"):
+        run = load_config([name]).config.run.name
+        assert len(run.encode()) == 100 and name.startswith(run)
+
+
 def test_weights_that_exist_read_no_segments_unless_it_is_said(tmp_path):
     weights = "--model.init_from=gpt2"
     for options, segment_length, source in (

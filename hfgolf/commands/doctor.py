@@ -13,6 +13,9 @@ from hfgolf.doctor.doctor import examine
 from hfgolf.doctor.finding import Finding
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import Metrics
+from hfgolf.system.wording import count_of
+
+_HARDLY = 0.9  # of the first loss; a model that only knows how frequent each token is gets below
 
 
 def main() -> int:
@@ -34,8 +37,8 @@ def _describe(run: Path, findings: list[Finding], metrics: Metrics) -> str:
     steps = metrics.rows[-1]["step"] if metrics.rows else metrics.events[-1]["step"]
     sample = ", a sample of the rows" if metrics.is_sampled else ""
     if not findings:
-        return f"{run}: all is well ({steps} steps{sample})"
-    lines = [f"{run}: {len(findings)} finding{'s' if len(findings) > 1 else ''} ({steps} steps{sample})"]
+        return f"{run}: {_well(metrics)} ({count_of(steps, 'step')}{sample})"
+    lines = [f"{run}: {count_of(len(findings), 'finding')} ({count_of(steps, 'step')}{sample})"]
     for finding in sorted(findings, key=lambda finding: finding.step):
         lines += [f"\nstep {finding.step}: {finding.symptom}", f"  saw    {finding.saw}"]
         lines += [f"  {'causes' if i == 1 else '      '} {i}. {cause}" for i, cause in enumerate(finding.causes, 1)]
@@ -43,3 +46,15 @@ def _describe(run: Path, findings: list[Finding], metrics: Metrics) -> str:
         find_lr = finding.find_lr(RunFolder(run).config)
         lines += [f"  find   {find_lr}"] if find_lr else []
     return "\n".join(lines)
+
+
+def _well(metrics: Metrics) -> str:
+    """Say that nothing is wrong; and whether random weights are still near ln(vocabulary), the loss of guessing."""
+    losses = [loss for row in metrics.rows for loss in row.get("train_losses", ())]
+    starts_elsewhere = any(event["event"] == "init_from" for event in metrics.events)
+    if not losses or starts_elsewhere or losses[-1] < _HARDLY * losses[0]:
+        return "all is well"
+    return (
+        f"nothing is wrong, but the training loss, {losses[-1]:.2f}, is still near that of the first step,"
+        f" {losses[0]:.2f}: the model has learned next to nothing so far"
+    )

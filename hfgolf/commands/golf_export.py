@@ -1,4 +1,4 @@
-"""Fit a model into a number of bytes: hfgolf golf export --run runs/small --budget_bytes 2000000
+"""Fit a model into a number of bytes: hfgolf golf export --run runs/small --budget_bytes 2MB
 
 Writes the folder RUN/golf: artifact.bin (the weights), score.py (a program that scores them and needs only torch and
 numpy), the text it scores (tokens.bin, bytes.bin), ledger.json, table.json, certificate.json, and model/ with the same
@@ -14,7 +14,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hfgolf.commands.options import ScriptParser, bounded, check_output
+from hfgolf.commands.options import ScriptParser, bounded, bounded_bytes, check_output
 from hfgolf.run.find_model import find_model
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import duration
@@ -34,7 +34,7 @@ def main() -> int:
     parser.add_argument("--calibration_files", nargs="+", help="text of the kind that the model was trained on")
     parser.add_argument("--text_column", default="text", help="column of tables, as in data.text_column (text)")
     parser.add_argument("--output", type=Path, help="new folder, or one of an earlier export (default: RUN/golf)")
-    parser.add_argument("--budget_bytes", **bounded(1, 2**40, "what everything that counts may take"))
+    parser.add_argument("--budget_bytes", **bounded_bytes(1, 2**40, "what everything that counts may take"))
     parser.add_argument("--count", choices=("challenge", "everything"), help="what counts; default: golf.count")
     parser.add_argument("--code_files", nargs="+", type=Path, default=[], help="more files that count")
     parser.add_argument("--method", choices=("gptq", "nearest"), help="default: golf.method of the run")

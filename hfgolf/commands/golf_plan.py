@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from hfgolf.commands.options import ScriptParser, bounded
+from hfgolf.commands.options import ScriptParser, bounded, bounded_bytes
 from hfgolf.system.errors import UserError
 
 WIDTHS, DEPTHS, MLP_RATIOS = range(32, 1025, 32), range(1, 17), (2, 3, 4)
@@ -30,7 +30,7 @@ LAW = "assumed: nine short runs on characters of Shakespeare, up to 0.33 M weigh
 
 def main() -> None:
     parser = ScriptParser(__doc__)
-    parser.add_argument("--budget_bytes", required=True, **bounded(1, 10**12, "bytes of the artifact and its code"))
+    parser.add_argument("--budget_bytes", required=True, **bounded_bytes(1, 10**12, "of the artifact and its code"))
     training = parser.add_mutually_exclusive_group(required=True)
     training.add_argument("--minutes", **bounded(1e-6, 1e9, "minutes of training"))
     training.add_argument("--tokens", **bounded(1, 10**15, "tokens of training, if time does not matter"))
@@ -45,7 +45,7 @@ def main() -> None:
         help="vocabularies to consider, and the bytes of your text per token, such as 257=1 4096=3.27; see"
         " benchmarks/vocabulary_study.py (default: those of English web text)",
     )
-    parser.add_argument("--code_bytes", **bounded(0, 10**9, "bytes of the packed program", CODE_BYTES))
+    parser.add_argument("--code_bytes", **bounded_bytes(0, 10**9, "of the packed program", CODE_BYTES))
     parser.add_argument("--count", **bounded(1, 1000, "shapes to print", 10))
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--runs", nargs="*", help=argparse.SUPPRESS)

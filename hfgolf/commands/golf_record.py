@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hfgolf.commands.options import ScriptParser, bounded
+from hfgolf.commands.options import ScriptParser, bounded, bounded_bytes
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.record import read_json
 from hfgolf.system.errors import UserError
@@ -40,7 +40,7 @@ def main() -> int:
     known.add_argument("--reference_scores", nargs="+", **bounded(0.0, 100.0, "bits per byte of their seeds"))
     parser.add_argument("--margin_nats", **bounded(0.0, 10.0, "nats per token to beat the reference by", 0.005))
     parser.add_argument("--tokens", **bounded(1, 10**15, "scored tokens, for --scores"))
-    parser.add_argument("--bytes", **bounded(1, 10**15, "bytes of the scored text, for --scores"))
+    parser.add_argument("--bytes", **bounded_bytes(1, 10**15, "of the scored text, for --scores"))
     parser.add_argument("--significance", **bounded(1e-9, 0.5, "the p-value to be below", 0.01))
     parser.add_argument(
         "--leave_out",

@@ -29,6 +29,7 @@ from hfgolf.optim.layout import layout
 from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import DEVICES, device_name, find_device, free_memory_bytes, peak_flops
 from hfgolf.train.build import build_model
+from hfgolf.train.init_from import frozen_names
 
 # The MFU of uncompiled training if it is not measured. configs/small.yaml reaches 0.6 in fp32 on two CPU cores;
 # published small GPTs reach 0.3 to 0.5 on a GPU.
@@ -73,7 +74,7 @@ class Needs:
     """What a config needs on a machine. Bytes are per process."""
 
     parameters: dict[str, int]
-    """{kind, as the optimizer has them: parameters}; a tied head counts as the embedding."""
+    """{kind, as the optimizer has them, or frozen: parameters}; a tied head counts as the embedding."""
     rules: dict[str, int]
     """{rule of the optimizer: parameters}."""
     flops: TokenFlops
@@ -111,7 +112,7 @@ def meta_model(config: RunConfig, vocabulary: int, device: str) -> PreTrainedMod
     train.mixed_precision must be decided.
     """
     with torch.device("meta"):
-        return build_model(config, vocabulary, device)
+        return build_model(config, vocabulary, device, frozen_names(config))
 
 
 def count_tokens(config: RunConfig) -> TokenCounts:
@@ -196,6 +197,7 @@ def find_needs(config: RunConfig, model: PreTrainedModel, machine: Machine) -> N
         count = sum(parameter.numel() for _, parameter in group["params"])
         kinds[group["kind"]] += count
         rules[group["rule"]] += count
+    kinds["frozen"] = model.num_parameters() - model.num_parameters(only_trainable=True)
     return Needs(
         parameters=dict(kinds),
         rules=dict(rules),

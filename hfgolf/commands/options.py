@@ -55,6 +55,15 @@ def bounded(minimum: float, maximum: float, text: str, default: float | None = N
     return {"type": within(minimum, maximum), "default": default, "help": text}
 
 
+def bounded_bytes(minimum: int, maximum: int, text: str, default: int | None = None) -> dict[str, Any]:
+    """Return the settings of an option for a number of bytes, which may have a unit: 60000 or 60kB."""
+    from hfgolf.config.sections import as_bytes
+
+    parse = within(minimum, maximum)
+    settings = bounded(minimum, maximum, f"{text}; also with a unit, as in 60kB or 64KiB", default)
+    return settings | {"type": lambda size: parse(str(as_bytes(size))), "metavar": "BYTES"}
+
+
 def _temperature(text: str) -> float:
     value = within(0.0, 1e6)(text)
     if 0 < value < 1e-3:  # dividing the logits by it would overflow

@@ -163,7 +163,8 @@ def describe_needs(config: RunConfig, needs: Needs, data: TokenCounts, machine: 
     batch, flops, total = config.batch, needs.flops, sum(needs.parameters.values())
     precision = {"no": "fp32"}.get(str(config.train.mixed_precision), config.train.mixed_precision)
     lines = [f"{config.run.name}: {total:,} parameters, vocabulary {data.vocabulary:,}"]
-    lines += columns((part, f"{count:,}", f"{count / total:.1%}") for part, count in needs.parameters.items())
+    parts = {part: count for part, count in needs.parameters.items() if count or part != "frozen"}
+    lines += columns((part, f"{count:,}", f"{count / total:.1%}") for part, count in parts.items())
     lines += columns(
         (f"updated by {rule}", f"{count:,}", f"{count / total:.1%}") for rule, count in needs.rules.items()
     )

@@ -41,7 +41,9 @@ def train_with(signals: Signals) -> None:
             find_model(weights, "model.init_from", is_final=True)
     is_main_process = os.environ.get("RANK", "0") == "0"
     start_log(is_main_process, is_verbose="--verbose" in sys.argv)
-    logger.info("%s", labeled("run", str(folder.path)))
+    is_known = "run.name" in resolved.sources or resolved.config.train.resume or not folder.config.exists()
+    if is_known:  # else train_once says which folder it is
+        logger.info("%s", labeled("run", str(folder.path)))
     if is_main_process:
         console.open()
     console.now("loading torch")

@@ -63,6 +63,7 @@ AUTOPILOT = (
     "train.eval_every_steps",
 )
 """The keys that train/autopilot.py decides for a text and minutes, where nobody states them: their source is auto."""
+_MAX_NAME_BYTES = 100  # of a text's name in that of its run; its folder and its files add more
 
 CONFIGS = Path(__file__).parents[1] / "configs"
 CONFIGS = CONFIGS if CONFIGS.is_dir() else CONFIGS.parents[1] / "configs"  # beside the package in a checkout
@@ -276,8 +277,9 @@ def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConf
 
 
 def text_name(texts: Sequence[str]) -> str:
-    """Return the name of a run on these texts: that of the first, without its ending."""
-    return re.sub(r"[^\w.-]+|^\W+", "_", Path(texts[0]).name.partition(".")[0]) or "text"
+    """Return the name of a run on these texts: that of the first, without its ending, and not too long for run.name."""
+    name = re.sub(r"[^\w.-]+|^\W+", "_", Path(texts[0]).name.partition(".")[0]) or "text"
+    return name.encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
 
 
 def _implied(below: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:

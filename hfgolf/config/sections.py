@@ -18,6 +18,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     BeforeValidator,
+    ByteSize,
     ConfigDict,
     Field,
     TypeAdapter,
@@ -54,6 +55,17 @@ def _known(value: Any) -> Any:
 def as_list(value: Any) -> Any:
     """Return a text alone as a list of one, and a tuple as a list."""
     return [value] if isinstance(value, str) else list(value) if isinstance(value, tuple) else value
+
+
+def as_bytes(value: Any) -> Any:
+    """Return a size with a unit as a number of bytes: 60000 for "60kB" and 65536 for "64KiB"; other values as they are.
+
+    The units are pydantic's: kB, MB and GB are powers of 1000, KiB, MiB and GiB of 1024.
+    """
+    with suppress(ValidationError):
+        if isinstance(value, str) and value.strip()[-1:].isalpha():
+            return int(_adapter(ByteSize).validate_python(value))
+    return value
 
 
 def plain(value: Any, kind: Any = Any) -> Any:
@@ -123,6 +135,8 @@ def _short(name: str) -> str:
 
 
 Count = Annotated[int, Field(ge=1, le=_MAX_INT)]
+_BYTES = Field(ge=1, le=_MAX_INT, description="1 to 10^15 (also 60kB, 64KiB)")
+Bytes = Annotated[int, _BYTES, BeforeValidator(as_bytes, json_schema_input_type=Count | str)]
 Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
 Positive = Annotated[float, Field(gt=0, le=_MAX_FLOAT)]
 NotNegative = Annotated[float, Field(ge=0, le=_MAX_FLOAT)]
@@ -707,7 +721,7 @@ class HubSection(Section, frozen=True):
 class GolfSection(Section, frozen=True):
     """A model in a number of bytes: `hfgolf golf export` rounds its matrices and codes the integers."""
 
-    budget_bytes: Count | None = None
+    budget_bytes: Bytes | None = None
     """Bytes that the model may take, of what golf.count counts; null: pass the number to `hfgolf golf export`."""
     count: Literal["challenge", "everything"] = "challenge"
     """What counts toward the budget. challenge: the program and the weights; everything: also the packed tokenizer and

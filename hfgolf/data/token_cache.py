@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config.sections import DataSection, TokenizerSection
@@ -48,9 +49,10 @@ from hfgolf.system.wording import describe_overlap
 
 _log = logging.getLogger(__name__)
 _FORMAT_VERSION = 2
-BUILDING = ".hfgolf-building"
-"""Folder in the cache of what a build needs only for a while; no name that a user would give."""
-_LEFTOVER = re.compile(r"\.(partial|replaced)-[0-9a-f]{16}")
+BUILDING = ".hfgolf-building-"
+"""Begins the name of a folder in the cache for what one text's build needs for a while; no name that users give."""
+_WORK = "builds the token cache of the same text"
+_LEFTOVER = re.compile(rf"(\.partial-|\.replaced-|{re.escape(BUILDING)})([0-9a-f]{{16}})")
 VERIFIED_BEFORE_USE_BYTES = 2**27  # takes a quarter of a second; larger caches are verified while training starts
 _RAM_SHARE = 0.25  # the share of free memory that the tokens may take under data.in_memory auto
 
@@ -111,7 +113,7 @@ def load_tokens(
     else:
         found = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
         if found is None:
-            with writing("data.cache_dir", cache_dir), locked(cache_dir / "build.lock", "builds the token cache"):
+            with writing("data.cache_dir", cache_dir), locked(_lock(cache_dir, _digest(corpus.identity)), _WORK):
                 # another process may have built it while this one waited
                 found = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
                 if found is None:
@@ -166,8 +168,17 @@ def _cache_path(
         key["document_start"] = start
     if corpus.data.messages_column is not None:
         key["chat_template_sha256"] = hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()
-    digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()
-    return cache_dir / "tokens" / digest[:16], key
+    return cache_dir / "tokens" / _digest(key), key
+
+
+def _digest(identity: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _lock(cache_dir: Path, text: str) -> Path:
+    """Return the lock of all builds from one text, whose tokenizers and tokens may be the same. text: its digest."""
+    (cache_dir / "locks").mkdir(exist_ok=True)
+    return cache_dir / "locks" / f"{text}.lock"
 
 
 def _problem(folder: Path, key: dict[str, Any]) -> str | None:
@@ -185,8 +196,9 @@ def _build_cache(
 
     The caller holds the lock, so it is safe to delete what an interrupted build left behind.
     """
-    building = cache_dir / BUILDING
-    _remove_leftovers(cache_dir)
+    text = _digest(corpus.identity)
+    building = cache_dir / f"{BUILDING}{text}"
+    _remove_leftovers(cache_dir, text)
     (cache_dir / "tokenizers").mkdir(exist_ok=True)
     pieces = cache(lambda: corpus.write_pieces(building / "text"))
     try:
@@ -200,7 +212,7 @@ def _build_cache(
             _log.info("cache damaged: %s (%s); rebuilding it", folder, problem)
         else:
             _log.debug("cache miss: %s", _what_changed(key, cache_dir))
-        partial = folder.with_name(f".partial-{folder.name}")
+        partial = folder.with_name(f".partial-{text}")
         partial.mkdir(parents=True)
         tokenizer_loss = write_streams(corpus, config.kind, tokenizer, pieces, partial, building, folder.name)
         train, val = (open_stream(stream_path(partial, split)) for split in SPLITS)
@@ -208,15 +220,22 @@ def _build_cache(
         write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss, overlap=overlap)
         replace_folder(partial, folder)
     finally:
-        _remove_leftovers(cache_dir)
+        _remove_leftovers(cache_dir, text)
     return folder, tokenizer
 
 
-def _remove_leftovers(cache_dir: Path) -> None:
-    """Remove what an interrupted build left. Only names that hfgolf gives: the user may have files beside them."""
-    hidden = [path for path in (cache_dir / "tokens").glob(".*") if _LEFTOVER.fullmatch(path.name)]
-    for leftover in (cache_dir / BUILDING, *hidden):
-        shutil.rmtree(leftover, ignore_errors=True)
+def _remove_leftovers(cache_dir: Path, text: str) -> None:
+    """Remove what builds of this text left, and dead builds of others. text: its digest; the caller has its lock.
+
+    Only names that hfgolf gives: the user may have files beside them.
+    """
+    for leftover in [*cache_dir.glob(".*"), *(cache_dir / "tokens").glob(".*")]:
+        if (name := _LEFTOVER.fullmatch(leftover.name)) is None:
+            continue
+        # what is replaced has the name of a cache, and is deleted in any case
+        is_free = name[2] == text or name[1] == ".replaced-"
+        with suppress(Timeout), nullcontext() if is_free else FileLock(_lock(cache_dir, name[2]), timeout=0):
+            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:

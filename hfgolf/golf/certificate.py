@@ -26,6 +26,7 @@ from hfgolf.evaluate.token_bytes import bytes_per_token, challenge_bytes
 from hfgolf.evaluate.windows import IGNORED, Plan, as_fp64, score
 from hfgolf.system.durable import write_text
 from hfgolf.system.errors import UserError
+from hfgolf.system.wording import count_of
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -61,14 +62,14 @@ class Certificate:
         if self.problems:
             return f"No certificate: {'; '.join(self.problems)}."
         facts, searched = self.facts, self.facts["training_documents"]
-        duplicates = f"none of them among {searched or 0:,} training documents"
+        duplicates = f"none of them among {count_of(searched or 0, 'training document')}"
         if searched is None:
             duplicates = "training text not known, so not searched for them"
         challenge = f"; Parameter Golf's rule would count {facts['challenge_bytes'] or 0:,} bytes"
         if facts["challenge_bytes"] in (None, facts["scored_bytes"]):
             challenge = ""
         return (
-            f"Certificate holds: {facts['num_documents']:,} documents, {facts['num_bytes']:,} bytes"
+            f"Certificate holds: {count_of(facts['num_documents'], 'document')}, {facts['num_bytes']:,} bytes"
             f" (sha256 {facts['sha256'][:16]}), {duplicates}; decoded exactly; bytes of all tokens add up;"
             f" {facts['coverage']['num_scored']:,} of {facts['num_tokens']:,} tokens scored once{challenge}."
         )
@@ -196,8 +197,8 @@ class _Text:
         if not self.num_different:
             return []
         return [
-            f"{self.num_different:,} of {len(self.hashes):,} documents decode to another text, so the tokenizer"
-            f" rewrites text ({self.difference}); use a lossless tokenizer"
+            f"{self.num_different:,} of {count_of(len(self.hashes), 'document')} decode to another text, so the"
+            f" tokenizer rewrites text ({self.difference}); use a lossless tokenizer"
         ]
 
 

@@ -122,6 +122,16 @@ class RunFolder:
             os.truncate(descriptor, 0)
             os.write(descriptor, f"{_this_process()}\n".encode())
 
+    def abandon(self) -> None:
+        """Remove the folder if this process has written nothing to it but the lock: a failed start leaves nothing."""
+        descriptor = self._locks.get(self.path.resolve())
+        with contextlib.suppress(OSError):
+            if descriptor is not None and os.listdir(self.path) == [self._lock_file.name]:
+                del self._locks[self.path.resolve()]
+                self._lock_file.unlink()
+                os.close(descriptor)
+                self.path.rmdir()
+
     def owner(self) -> str | None:
         """Return which other process holds the folder; None if none does, or if that is unknown."""
         if fcntl is None or self.path.resolve() in self._locks:

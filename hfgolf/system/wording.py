@@ -82,7 +82,7 @@ def describe_overlap(summary: Mapping[str, Any]) -> str | None:
         summary.get(f"val_{key}") or 0 for key in ("documents_in_train", "documents", "share_in_train")
     )
     return (
-        f"{number:,} of {of:,} validation documents ({share:.1%} of the bytes) also train, word for word; the"
+        f"{number:,} of {count_of(of, 'validation document')} ({share:.1%} of the bytes) also train, word for word; the"
         " validation figures flatter the model"
     )
 

@@ -6,6 +6,7 @@ On several ranks, it is one run with one config, in one folder that all of them 
 from __future__ import annotations
 
 import json
+import logging
 import platform
 import secrets
 import time
@@ -16,9 +17,12 @@ from hfgolf.checkpoint.store import newest_first
 from hfgolf.config.parse import ResolvedConfig
 from hfgolf.config.sections import RunConfig
 from hfgolf.data.corpus import load_corpus
-from hfgolf.run.folder import RunFolder
+from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.system.errors import UserError
 from hfgolf.system.ranks import agree, decide, gather
+from hfgolf.system.wording import join_words, labeled
+
+logger = logging.getLogger(__name__)
 
 _SHARED_SECONDS = 10.0  # a network file system shows a new file to other machines only after a moment
 _OF_THE_MACHINE = {
@@ -98,6 +102,38 @@ def changes(folder: RunFolder, resolved: ResolvedConfig) -> list[str]:
     """Return "key old -> new" for each value of config.yaml that this run changes; [] if it can't be read."""
     before = folder.read_config()
     return differences(before, resolved, changed_keys(before, resolved)) if before else []
+
+
+def with_own_folder(said: ResolvedConfig) -> ResolvedConfig:
+    """Return the config with the first name whose folder is free, or holds this run.
+
+    For a run that nobody named: its name is that of its text or its config, which others may have, too. If a run has
+    that name, says which folder this one has, and why. All ranks call it.
+    """
+    name = decide(lambda: _own_name(said))
+    return said if name == said.config.run.name else said.resolve("auto", run__name=name)
+
+
+def _own_name(said: ResolvedConfig) -> str:
+    first, own, number = run_folder(said.config), said, 1
+    while _other_run(own):
+        number += 1
+        own = said.resolve("auto", run__name=f"{said.config.run.name}-{number}")
+    text = str(run_folder(own.config).path)
+    if own is not said:
+        kind = "a complete" if first.summary.exists() else "an unfinished"
+        text += f", because {first.path} holds {kind} run with another text or config"
+        text += f" ({join_words(_other_run(said), maximum=3)})"
+        text += "" if first.summary.exists() else "; to continue that one: --train.resume latest"
+    if first.config.exists():
+        logger.info("%s", labeled("run", text))
+    return str(own.config.run.name)
+
+
+def _other_run(said: ResolvedConfig) -> list[str]:
+    """Return what distinguishes the run in this one's folder from this one; [] if there is none, or if it is this."""
+    folder = run_folder(said.config)
+    return (changes(folder, said) or changed_text(folder, said.config)) if folder.config.exists() else []
 
 
 def completed(folder: RunFolder, resolved: ResolvedConfig) -> dict[str, Any] | None:

@@ -94,7 +94,7 @@ class Console:
         self._step, self._seconds, self._best_val_loss = step, seconds, best_val_loss
         if self._first is None:
             self._first = step, seconds
-        elif step == self._first[0] + 1:
+        elif step == self._first[0] + 1 < self._step_limit:  # else there is nothing left to plan
             logger.info("%s", labeled("plan", self._plan()))
         if self._bar is not None and perf_counter() >= self._draw_at:
             self._draw()

@@ -94,16 +94,19 @@ def set_up(
     check_golf(said.config)
     stopwatch = stopwatch or Stopwatch(console.switch)
     folder, origin = _claim(said)
-    decisions = _decide(said, origin)
-    accelerator = _set_up_process(decisions)
-    if is_open(decisions):
-        decisions = _decide(
-            said.resolve("auto", **choose(decisions, accelerator.device, accelerator.num_processes)), origin
-        )
-    tokens = _load_tokens(decisions.config, origin)
-    run = _build(decisions, accelerator, tokens, folder, origin, stopwatch, hooks or Hooks())
-    _restore(run, origin)
-    _start(run, origin, signals or Signals())
+    try:
+        decisions = _decide(said, origin)
+        accelerator = _set_up_process(decisions)
+        if is_open(decisions):
+            chosen = choose(decisions, accelerator.device, accelerator.num_processes)
+            decisions = _decide(said.resolve("auto", **chosen), origin)
+        tokens = _load_tokens(decisions.config, origin)
+        run = _build(decisions, accelerator, tokens, folder, origin, stopwatch, hooks or Hooks())
+        _restore(run, origin)
+        _start(run, origin, signals or Signals())
+    except BaseException:
+        folder.abandon()
+        raise
     return run
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.commands.options import MARK, check_output
+from hfgolf.commands.options import MARK, ScriptParser, bounded_bytes, check_output
+from hfgolf.config.parse import load_config
 from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -72,3 +73,24 @@ def test_pictures_say_who_drew_them(tmp_path):
     for kind in ("png", "svg", "pdf"):
         palette.save(Figure(), tmp_path / f"picture.{kind}")
         palette.save(Figure(), check_output("--output", tmp_path / f"picture.{kind}", [kind]))
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        *(("60000", 60_000), ("60kB", 60_000), ("60 kB", 60_000), ("64KiB", 65_536), ("1.5MB", 1_500_000)),
+        *((text, None) for text in ("1.5", "60xB", "0kB", "-5kB", "kB", "", "2PB")),
+    ],
+)
+def test_bytes_may_have_a_unit_in_options_and_in_configs(text, number):
+    parser, key = ScriptParser(""), "golf.budget_bytes"
+    parser.add_argument("--bytes", **bounded_bytes(1, 10**15, "what it may take"))
+    for read in (
+        lambda: parser.parse_args([f"--bytes={text}"]).bytes,
+        lambda: load_config(["--config=small", f"--{key}={text}"]).config.golf.budget_bytes,
+    ):
+        if number is None:
+            with pytest.raises(UserError, match="allowed: 1 to 10"):
+                read()
+        else:
+            assert read() == number

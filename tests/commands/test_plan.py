@@ -32,6 +32,7 @@ from hfgolf.measure.flops import token_flops
 from hfgolf.publish.export import export_model
 from hfgolf.system.errors import UserError
 from hfgolf.train.build import build_model
+from hfgolf.train.init_from import FROZEN
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["--config", str(ROOT / "configs" / "small.yaml"), "--train.mixed_precision=no"]
@@ -59,6 +60,19 @@ def test_every_parameter_is_of_one_kind_and_under_one_rule(options):
     assert planned.parameters["embedding"] == (4096 + 256) * 256
     assert planned.parameters["head"] == (4096 * 256 if options else 0)
     assert planned.parameters["matrix"] == planned.rules["muon"] == 5 * 12 * 256**2
+
+
+def test_frozen_weights_are_counted_apart_and_take_no_gradients_and_no_state(tmp_path):
+    whole, parameters = plan_of(config_of()), meta_model(config_of(), 4096, "cpu").named_parameters()
+    names = {name: parameter.numel() for name, parameter in parameters if ".layers.0." in name}
+    (tmp_path / FROZEN).write_text(json.dumps([*names]))
+    planned = plan_of(config_of().replace(model__init_from=str(tmp_path)))
+    assert planned.parameters["frozen"] == sum(names.values()) > 12 * 256**2 and whole.parameters["frozen"] == 0
+    assert sum(planned.parameters.values()) == sum(whole.parameters.values())
+    assert sum(planned.rules.values()) == sum(whole.rules.values()) - planned.parameters["frozen"]
+    assert planned.flops.useful < whole.flops.useful
+    for item in ("gradients", "optimizer"):
+        assert getattr(planned.memory, item) < getattr(whole.memory, item)
 
 
 def test_time_tokens_and_cost_in_closed_form():
@@ -173,7 +187,7 @@ def test_uncounted_text_is_explained(tiny_run, monkeypatch):
 @pytest.fixture
 def script(run_script: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return a function that runs the script in this process and returns what it said; with `fails`, on stderr."""
-    monkeypatch.setattr("hfgolf.system.hardware.measured_peak_flops", lambda device, dtype: 1e12)
+    monkeypatch.setattr("hfgolf.system.hardware.measured_peak_flops", lambda device, dtype, size=0: 1e12)
 
     def run(*arguments: object, fails: bool = False) -> str:
         said = run_script("plan.py", *arguments)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import shutil
 import threading
 import time
 from pathlib import Path
@@ -204,7 +205,8 @@ def test_full_disk_is_one_line_and_leaves_no_files(write, files_config):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert "\n" not in str(caught.value)
-    assert [path for path in Path(data.cache_dir).rglob("*") if path.is_file()] == [Path(data.cache_dir, "build.lock")]
+    left = [path for path in Path(data.cache_dir).rglob("*") if path.is_file()]
+    assert [path.parent for path in left] == [Path(data.cache_dir, "locks")]
 
 
 def test_read_only_cache_can_be_read(data, monkeypatch):
@@ -224,13 +226,14 @@ def test_read_only_cache_can_be_read(data, monkeypatch):
 def test_waiting_for_the_process_that_builds_is_said(data, caplog, monkeypatch):
     caplog.set_level("INFO", logger="hfgolf")
     monkeypatch.setattr(cache_folder, "PATIENCE_SECONDS", 0.05)
-    path = Path(data.cache_dir) / "build.lock"
-    path.parent.mkdir(parents=True)
+    load_tokens(data, BYTE)
+    (path,) = Path(data.cache_dir, "locks").iterdir()
+    shutil.rmtree(Path(data.cache_dir, "tokens"))
     with cache_folder.locked(path, "is a test"):
         waiting = threading.Thread(target=load_tokens, args=(data, BYTE))
         waiting.start()
         while "waiting" not in caplog.text:
             time.sleep(0.02)
     waiting.join()
-    assert f"waiting for another process, which builds the token cache ({path})" in caplog.text
+    assert f"waiting for another process, which builds the token cache of the same text ({path})" in caplog.text
     assert load_tokens(data, BYTE).is_hit

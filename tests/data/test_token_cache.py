@@ -19,7 +19,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hfgolf.config.sections import TokenizerSection
-from hfgolf.data import stream_writer, token_cache
+from hfgolf.data import cache_folder, stream_writer, token_cache
 from hfgolf.data import tokenizer as tokenizer_module
 from hfgolf.data.token_cache import load_tokens
 from hfgolf.system import hardware
@@ -134,7 +134,7 @@ def test_second_start_reuses_the_cache(data, caplog, monkeypatch):
     assert second.is_hit and second.path == first.path and np.array_equal(second.train.tokens, first.train.tokens)
     assert f"cache hit: {first.path} ({len(first.train):,} train tokens" in caplog.text
     left = {path.name for path in second.path.parents[1].iterdir()} - {"hashes.json"}  # not of just-written files
-    assert left == {"build.lock", "tokenizers", "tokens"}
+    assert left == {"locks", "tokenizers", "tokens"}
 
 
 def test_cache_miss_names_what_changed(data, write, files_config, caplog):
@@ -162,8 +162,25 @@ def test_killed_build_leaves_no_files(data, monkeypatch):
         with pytest.raises(UserError, match="disk full"):
             load_tokens(data, BYTE)
     folder = Path(data.cache_dir)
-    assert (folder / token_cache.BUILDING).exists()
-    assert not load_tokens(data, BYTE).is_hit and not (folder / token_cache.BUILDING).exists()
+    (left,) = folder.glob(f"{token_cache.BUILDING}*")
+    (partial,) = folder.glob("tokens/.partial-*")
+    others = [path.with_name(path.name[:-1] + ("0" if path.name[-1] == "1" else "1")) for path in (left, partial)]
+    for other in others:  # of another text, whose build was killed, too
+        other.mkdir()
+    with cache_folder.locked(folder / "locks" / f"{others[0].name[-16:]}.lock", "is not dead yet"):
+        assert not load_tokens(data, BYTE).is_hit and not left.exists() and not partial.exists()
+        assert all(other.exists() for other in others)
+    shutil.rmtree(folder / "tokenizers")
+    assert not load_tokens(data, bpe()).is_hit and not any(other.exists() for other in others)
+
+
+def test_texts_that_have_nothing_in_common_do_not_wait_for_each_other(data, write, files_config):
+    load_tokens(data, BYTE)
+    (lock,) = Path(data.cache_dir, "locks").iterdir()
+    other = files_config(write("other.txt", "another text\n" * 50), val_files=[write("v.txt", "and its validation")])
+    assert other.cache_dir == data.cache_dir
+    with cache_folder.locked(lock, "builds the first one again"):
+        assert not load_tokens(other, BYTE).is_hit
 
 
 @pytest.mark.parametrize(

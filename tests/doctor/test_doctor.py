@@ -593,6 +593,9 @@ def test_script_prints_findings(run_script, tmp_path):
     well, sick = write(tmp_path / "well", log(range(1, 101))), write(tmp_path / "sick", UNHEALTHY["nan"])
     (finding,) = diagnose(UNHEALTHY["nan"])
     assert run_script("doctor.py", well) == (0, f"{well}: all is well (100 steps)\n", "")
+    hardly = write(tmp_path / "hardly", log(range(1, 3), lambda step: 8.3))
+    said = "nothing is wrong, but the training loss, 8.30, is still near that of the first step, 8.30"
+    assert said in run_script("doctor.py", hardly).out
     status, out, _ = run_script("doctor.py", well, sick)
     assert status == 1 and out.splitlines()[0] == f"{well}: all is well (100 steps)"
     assert f"{sick}: 1 finding (10 steps)\n\nstep 11: immediate NaN\n  saw    {finding.saw}\n  causes 1. " in out

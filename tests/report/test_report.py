@@ -257,7 +257,7 @@ def test_price_comes_from_the_option_then_the_config(folder):
     assert report(path, price=0.0).figures["cost"] == "$0.00"
     (path / "config.yaml").unlink()
     page = report(path)
-    assert "cost" not in page.figures and "--price_per_hour" in page.text and "no findings" in page.text
+    assert "cost" not in page.figures and "--price_per_hour" in page.text and "Nothing wrong" in page.text
 
 
 HOSTILE = "<script>alert(1)</script>"

@@ -61,6 +61,23 @@ def fork_and_exit(folder: Path) -> None:
     os.waitpid(child, 0)
 
 
+def test_a_failed_start_leaves_no_folder_unless_something_is_in_it(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.make()
+    folder.lock()
+    folder.abandon()
+    assert not folder.path.exists()
+    for _ in range(2):
+        folder.make()
+        folder.lock()  # a second try in the same process
+        assert is_locked(folder.path)
+    (folder.path / "notes.txt").touch()
+    folder.abandon()
+    assert (folder.path / "notes.txt").exists() and is_locked(folder.path)
+    RunFolder(tmp_path).abandon()  # not locked by this process
+    assert tmp_path.exists()
+
+
 @pytest.mark.skipif(sys.platform == "win32", reason="folders are not locked there")
 @pytest.mark.parametrize("disturb", [read_lock, copy_folder, fork_and_exit])
 def test_nothing_that_the_process_does_with_its_folder_unlocks_it(tmp_path, disturb):

@@ -105,6 +105,13 @@ def test_chunks_of_the_loss_are_as_large_on_all_ranks(build, monkeypatch):
     assert build().raw_model.chunk_elements == on_another
 
 
+def test_a_start_that_fails_leaves_no_folder(build, tmp_path):
+    (tmp_path / "bad.txt").write_bytes(b"\xff\xfe\xfd" * 99)
+    with pytest.raises(UserError, match="not UTF-8"):
+        build(data__files=tmp_path / "bad.txt")
+    assert list((tmp_path / "runs").iterdir()) == []
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_each_rank_has_its_own_dropout(build, monkeypatch, rank):
