@@ -5,6 +5,7 @@ Does not know how users set them (parse.py) or what they do. The docstring under
 
 from __future__ import annotations
 
+import codecs
 import functools
 import math
 import os
@@ -122,6 +123,21 @@ def _short(name: str) -> str:
     return name
 
 
+def _encoding(name: str) -> str:
+    """Return the name of an encoding in which ASCII is ASCII, or of UTF-16 or UTF-32; raise ValueError for another."""
+    ascii_text = bytes(range(128))
+    try:
+        found = codecs.lookup(name).name
+        is_stateful = found.startswith(("iso2022", "hz"))  # escapes in ASCII
+        if found.startswith(("utf-16", "utf-32")) or (
+            not is_stateful and ascii_text.decode(name).encode() == ascii_text
+        ):
+            return name
+    except (LookupError, UnicodeError) as error:
+        raise ValueError from error
+    raise ValueError
+
+
 Count = Annotated[int, Field(ge=1, le=_MAX_INT)]
 Index = Annotated[int, Field(ge=0, le=_MAX_INT)]
 Positive = Annotated[float, Field(gt=0, le=_MAX_FLOAT)]
@@ -132,6 +148,8 @@ Width = Annotated[int, Field(ge=1, le=2**17)]
 Positions = Annotated[int, Field(ge=1, le=2**24)]
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Texts = Annotated[list[Text], BeforeValidator(as_list, json_schema_input_type=list[Text] | Text)]
+_ENCODING = Field(description="an encoding such as latin-1, windows-1252, shift_jis, gb18030 or utf-16-le")
+Encoding = Annotated[str, _ENCODING, AfterValidator(_encoding)]
 Auto = Literal["auto"]
 _OVERRIDES = Field(description="a mapping of names to finite numbers, text, true, false, null, lists and mappings")
 Overrides = Annotated[dict[str, Any], _OVERRIDES, AfterValidator(_known)]
@@ -288,6 +306,9 @@ class DataSection(Section, frozen=True):
     messages_column: Text | None = None
     """Column that holds conversations, such as messages: lists of {"role", "content"} (or "from", "value"), which the
     tokenizer's chat template turns into tokens. The loss counts the assistant's turns only; see docs/models.md."""
+    encoding: Encoding | None = None
+    """Encoding of text files that are not UTF-8, such as latin-1, windows-1252, shift_jis or utf-16-le; null: they are
+    refused. Files in UTF-8, or with a byte order mark, are read as what they are."""
     max_documents: Count | None = None
     """Read only the first N documents (files or rows); null: all."""
     split: Literal["documents", "contiguous"] = "documents"

@@ -185,6 +185,8 @@ def load_corpus(data: DataSection) -> Corpus:
     bytes_files = match_files(data, "val_bytes_files", "bytes")
     if any(file.endings[0] in (*TABLES, ".zip") for file in files):
         identity["text_column"] = data.text_column
+    if data.encoding is not None:
+        identity["encoding"] = data.encoding
     if any(file.endings[0] in (".csv", ".tsv") for file in files):
         identity["csv_cells"] = "as written"  # older caches lack the texts that pandas takes for missing cells
     try:

@@ -96,7 +96,6 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.csv", "text,label,text\na,b,c\n", "has two columns 'text'"),
         ("t.csv", "text,label\ra,pos\rb,neg\r", "the header cannot be read: new-line character seen in unquoted field"),
         ("t.csv", "text,label\nna\u00efve,b\n".encode("latin-1"), "(byte 13: invalid continuation byte)"),
-        ("t.csv", "text,label\nna\u00efve,b\n".encode("utf-16"), "is UTF-16, not UTF-8; convert it"),
         ("t.tsv", "text\tlabel\na\tb\tc\n", "row 0 (line 2) has 3 fields, but the header has 2"),
         ("t.tsv", "text,label\na,b\n", "or separate the fields by tabs"),
         ("t.jsonl", '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', "row 1 (line 3) cannot be read: Expecting ','"),
@@ -207,9 +206,7 @@ FORMATS = {
     "an old Office document": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
     "SQLite": b"SQLite format 3\0\x10\0",
     "a Parquet file": parquet(pa.table({"text": ["a"]})),
-    "UTF-16": "text".encode("utf-16"),
-    "UTF-32": "text".encode("utf-32"),
-    "UTF-16,": "plain text".encode("utf-16-le"),
+    "UTF-16 without a byte order mark": "plain text".encode("utf-16-le"),
     "a tar archive": b"a.txt".ljust(257, b"\0") + b"ustar\0",
 }
 
@@ -217,8 +214,8 @@ FORMATS = {
 @pytest.mark.parametrize("kind", FORMATS)
 def test_what_is_not_text_is_named(read, kind):
     name = "a.csv" if kind == "PDF" else "a"
-    line = read(name, FORMATS[kind] + b"" if kind.startswith("UTF-") else FORMATS[kind].ljust(99, b"\0"))
-    assert isinstance(line, str) and f"{name} is " in line and kind.rstrip(",") in line
+    line = read(name, FORMATS[kind] if kind.startswith("UTF-") else FORMATS[kind].ljust(99, b"\0"))
+    assert isinstance(line, str) and f"{name} is " in line and kind in line
 
 
 def test_office_documents_are_named_by_their_ending(read):
@@ -230,16 +227,82 @@ def test_office_documents_are_named_by_their_ending(read):
 @pytest.mark.parametrize(
     ("content", "advice"),
     [
-        (("Caf\u00e9 cr\u00e8me, " * 9).encode("latin-1"), "it is probably Latin-1; convert it with `iconv"),
-        (("\u201cquoted\u201d text " * 9).encode("cp1252"), "it is probably Windows-1252; convert"),
+        (
+            ("Caf\u00e9 cr\u00e8me, " * 9).encode("latin-1"),
+            "it is probably Latin-1, with words such as 'Café'; set data.encoding latin-1.",
+        ),
+        (
+            ("\u201cquoted\u201d text " * 9).encode("cp1252"),
+            "with words such as '“quoted”'; set data.encoding windows-1252.",
+        ),
         ("привет мир".encode("koi8-r"), "find its encoding"),
         ("é".encode() * 50 + b"\xff" + "é".encode() * 50, "most of it is UTF-8"),
         ("é".encode() * 50 + b"\xc3", "its last character is cut"),
         (b"\0\1\xff\0\0\0" * 20, "it is probably not text"),
+        ("plain text".encode("utf-16-be"), "without a byte order mark, not UTF-8; set data.encoding utf-16-be."),
+        ("text".encode("utf-16") + b"\0", "a.txt is not utf-16-le (byte 10: truncated data); restore it, or find"),
     ],
 )
 def test_other_encodings_and_damaged_bytes_are_named(read, content, advice):
     assert advice in read("a.txt", content)
+
+
+SENTENCE = "Ein Mädchen, 3 € für Café; 我"
+
+
+@pytest.mark.parametrize("size", [7, 1 << 20])
+@pytest.mark.parametrize(
+    ("text", "written", "named"),
+    [
+        *((SENTENCE, encoding, None) for encoding in ("utf-8-sig", "utf-16", "utf-32")),
+        *((SENTENCE, encoding, "latin-1") for encoding in ("utf-8", "utf-8-sig", "utf-16")),
+        *((SENTENCE, encoding, encoding) for encoding in ("gb18030", "utf-16-le", "utf-32-be", "UTF-8", "utf_16")),
+        (SENTENCE[:-1], "windows-1252", "windows-1252"),
+        ("Привет, мир", "koi8-r", "koi8-r"),
+        ("こんにちは。" * 99, "shift_jis", "shift_jis"),
+        ("\0 ASCII " * 99 + "é", "utf-8", "latin-1"),
+    ],
+)
+def test_text_is_read_by_its_mark_as_utf_8_or_in_the_named_encoding(read, monkeypatch, text, written, named, size):
+    monkeypatch.setattr(documents_module, "BLOCK_BYTES", max(size, 0 if text.isascii() else 4))
+    content = ("plain words\n" * 9 + text).encode(written)
+    if written.lower() == "utf-8" and size == 7:
+        return  # a block of seven bytes does not tell UTF-8 from Latin-1
+    assert read("a.txt", content, encoding=named) == ["plain words\n" * 9 + text]
+    table = f'text,n\n"{text}",1\n'
+    assert read("a.csv.gz", gzip.compress(table.encode(written)), encoding=named) == [text]
+
+
+@pytest.mark.parametrize(
+    ("content", "encoding", "problem"),
+    [
+        (b"\x89PNG\r\n\x1a\n\0\0", "latin-1", "is a picture"),
+        (b"caf\xe9 \0\1\2", "latin-1", "has a zero byte, so it is not text in latin-1"),
+        (
+            b"caf\xe9 \x81",
+            "windows-1252",
+            "is not windows-1252 (byte 5: character maps to <undefined>); restore it, or",
+        ),
+        (b"a" * 9 + "我".encode() * 9 + b"\xff", None, "most of it is UTF-8, so these bytes are damaged"),
+        (b"c\0\xe9\0f", "utf-16-le", "is not utf-16-le (byte 4: truncated data)"),
+    ],
+)
+def test_what_is_not_in_the_named_encoding_is_refused(read, content, encoding, problem):
+    assert problem in read("a.txt", content, encoding=encoding)
+
+
+@pytest.mark.parametrize("name", ["", "hex", "utf-7", "iso2022_jp", "hz", "cp037", "punycode", "no such"])
+def test_encodings_in_which_ascii_is_not_ascii_are_refused(read, name):
+    with pytest.raises(UserError, match=r"data\.encoding: .* is not allowed; allowed: an encoding such as latin-1"):
+        read("a.txt", b"text", encoding=name)
+
+
+def test_another_encoding_is_another_corpus(tmp_path, read):
+    assert read("a.txt", b"caf\xe9", encoding="latin-1") == ["café"]
+    assert read("a.txt", b"caf\xe9", encoding="cp1251") == ["cafй"]
+    data = DataSection(source="files", files=[str(tmp_path / "a.txt")], cache_dir=str(tmp_path / "cache"))
+    identities = [load_corpus(data.replace(encoding=name)).identity for name in (None, "latin-1", "cp1251")]
+    assert len({json.dumps(identity) for identity in identities}) == 3
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
