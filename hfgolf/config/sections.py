@@ -299,13 +299,14 @@ class DataSection(Section, frozen=True):
     """Stream a Hub dataset into the token cache instead of downloading it first; resuming stays exact."""
     text_column: Text = "text"
     """Column that holds the text in tables and Hub datasets; of nested columns a path, such as message.content or
-    conversation.0.text."""
+    conversation.0.text; in CSV without a header its number, from 0."""
     ids_column: Text | None = None
     """Column that holds token ids, such as input_ids, to use instead of text; a separator in a row ends a document.
     tokenizer.kind pretrained or byte says whose tokens they are."""
     messages_column: Text | None = None
     """Column that holds conversations, such as messages: lists of {"role", "content"} (or "from", "value"), which the
-    tokenizer's chat template turns into tokens. The loss counts the assistant's turns only; see docs/models.md."""
+    tokenizer's chat template turns into tokens. Or that of answers, such as completion or output, if their prompts are
+    in other columns. The loss counts the assistant's turns only; see docs/models.md."""
     encoding: Encoding | None = None
     """Encoding of text files that are not UTF-8, such as latin-1, windows-1252, shift_jis or utf-16-le; null: they are
     refused. Files in UTF-8, or with a byte order mark, are read as what they are."""

@@ -27,7 +27,7 @@ import pyarrow as pa
 
 from hfgolf.config.sections import DataSection
 from hfgolf.data.files import TEXTS, SourceFile, is_utf8, log_skipped, marked_encoding, not_text, require_text
-from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Column, Row, row_name
+from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Answer, Column, Row, row_name
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import first_line, join_words, shortened
 
@@ -49,6 +49,7 @@ _DECOMPRESSED: dict[str, Callable[[Any], Any]] = {
 }
 _ROLES = {
     **{role: role for role in ("system", "user", "assistant")},
+    "developer": "system",
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
 }
@@ -240,8 +241,9 @@ def read_hub(data: DataSection) -> Iterator[Document]:
 
     def rows() -> Iterator[Row]:
         for batch in table.iter(batch_size=_ROWS_PER_BATCH):
-            steps = column.steps(batch, name)
-            yield from ((None, value, steps[1:]) for value in batch[steps[0]])
+            wanted, steps = column.wanted(batch, name), column.steps(batch, name)[1:]
+            for row in zip(*(batch[one] for one in wanted), strict=True):
+                yield None, column.value(wanted, row), steps
 
     yield from _documents(rows(), SourceFile(name, Path(name)), data)
 
@@ -299,9 +301,42 @@ def _read_ids(ids: list[Any]) -> list[int]:
     return ids
 
 
-def _read_messages(row: list[Any]) -> Messages:
+def _read_messages(row: list[Any] | Answer) -> Messages:
     """Return OpenAI's {"role", "content", "weight"} or ShareGPT's {"from", "value", "weight"} in OpenAI's form."""
+    if isinstance(row, Answer):
+        return _read_answer(row)
     return [_read_message(number, message) for number, message in enumerate(row)]
+
+
+def _read_answer(row: Answer) -> Messages:
+    """Return a prompt and its answer as a conversation: each of them text, or messages. [] without an answer.
+
+    Of the text before an answer, all but `system` is one message, in paragraphs. Only the answer is learned.
+    """
+    *before, (last, answer) = row.items()
+    if answer in _ABSENT:
+        return []
+    messages: Messages = []
+    for name, value in before:
+        if value in _ABSENT:
+            continue
+        role = "system" if name == "system" else "user"
+        if isinstance(value, str) and messages and messages[-1]["role"] == role == "user":
+            _require_unicode(value)
+            messages[-1]["content"] += f"\n\n{value}"
+        else:
+            messages += _as_messages(name, role, value)
+    answers = _as_messages(last, "assistant", answer)
+    if messages and answers[0]["role"] != "assistant":
+        raise ValueError(f"begins with the {answers[0]['role']}, but follows {join_words(name for name, _ in before)}")
+    context = [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
+    return context + answers
+
+
+def _as_messages(name: str, role: str, value: Any) -> Messages:
+    if not isinstance(value, str | list):
+        raise ValueError(f"needs text or messages in column {name!r}, which holds {_described(value)}")
+    return _read_messages([{"role": role, "content": value}] if isinstance(value, str) else value)
 
 
 def _read_message(number: int, message: Any) -> dict[str, Any]:
@@ -318,6 +353,8 @@ def _read_message(number: int, message: Any) -> dict[str, Any]:
             raise ValueError(
                 f"has {shortened(key)} in message {number}, which cannot be trained on; leave it or such rows out"
             )
+    if isinstance(content, list):
+        content = _joined_parts(number, content)
     if not isinstance(content, str):
         raise ValueError(f"has {type(content).__name__} as {content_key} of message {number}, not text")
     _require_unicode(content)
@@ -329,15 +366,24 @@ def _read_message(number: int, message: Any) -> dict[str, Any]:
     return {"role": _ROLES[role], "content": content} | ({"weight": 0} if weight == 0 and is_assistant else {})
 
 
+def _joined_parts(number: int, parts: list[Any]) -> str:
+    """Return a content of OpenAI's parts, {"type": "text", "text": str}, as one text."""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"has a part of type {shortened(kind)} in message {number}; only text can be trained on")
+    return "".join(part["text"] for part in parts)
+
+
 def is_learned(message: dict[str, Any]) -> bool:
     """Return whether the loss counts a message."""
     return message["role"] == "assistant" and "weight" not in message
 
 
-_CONTENTS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
+_CONTENTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "text_column": (str, "text", _read_text),
     "ids_column": (list, "a list of token ids", _read_ids),
-    "messages_column": (list, "a list of messages", _read_messages),
+    "messages_column": (list | Answer, "a list of messages", _read_messages),
 }
 
 

@@ -71,6 +71,12 @@ def read(tmp_path):
         ("a.json", '[\n {"text": "one"},\n {"text": null},\n {"text": "two"}]\n', ["one", "two"]),
         ("a.json", '{\n "text": "one"\n}\n{"text":"two"} {"text":"three"}', ["one", "two", "three"]),
         ("a.json", " [ ] ", []),
+        ("a.json", '{"version": 1, "data": [{"text": "one"}, {"n": 1}, {"text": "two"}]}', ["one", "two"]),
+        ("a.json", '{"train": [{"text": "one"}], "labels": [{"name": "x"}], "n": []}', ["one"]),
+        ("a.json", '{"text": "whole", "data": [{"text": "part"}]}', ["whole"]),
+        ("a.csv", 'text;label\n"a; ""b""\n";1\nb, c;2\n', ['a; "b"\n', "b, c"]),
+        ("a.csv", "\nlabel\ttext\n1\tb, c; d\n", ["b, c; d"]),
+        ("a.csv", "id;x,text\n1,a\n2,b;c\n", ["a", "b;c"]),
         ("a.jsonl", '{"text": "a", "n": NaN, "d": "\\ud800"}\n', ["a"]),
         ("a.jsonl", '{"text": "\\ud83c\\udf0d \\u0000 \\r"}\n', ["🌍 \0 \r"]),
         ("a.jsonl", '{"x": 1}\n{"text": "a"}\n{"text": null}\n{}\n', ["a"]),
@@ -90,14 +96,24 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.csv", "text\nfirst,\n", "row 0 (line 2) has 2 fields, but the header has 1"),
         ("t.csv", 'text,label\n"Hello, she said,pos\n"next",neg\n', "row 0 (line 2) cannot be read: something follows"),
         ("t.csv", 'text,label\nok,pos\n"open,pos\nnext,neg\n', "row 1 (line 3) cannot be read: a double quote opens"),
-        ("t.csv", "text;label\na;pos\n", "its first line is the header and names text;label. Set"),
-        ("t.csv", "text\tlabel\na\tpos\n", "or separate the fields by commas"),
-        ("t.csv", "Once upon a time,pos\nThere was,neg\n", "first line is the header and names Once upon a time, pos."),
+        (
+            "t.csv",
+            "text;label\na;pos\nb;c;neg\n",
+            "row 1 (line 3) has 3 fields, but the header has 2; put a field that",
+        ),
+        ("t.csv", 'text\tlabel\n"a" b\tpos\n', "something follows a closing double quote"),
+        (
+            "t.csv",
+            "body;n\na;b\n",
+            "its first line holds body, n. If that is the header, set data.text_column to one of",
+        ),
+        ("t.csv", "Once upon a time,pos\nThere was,neg\n", "no header, set it to the column's number, from 0."),
+        ("t.csv", "instruction,output\na,b\n", "to one of them; or data.messages_column to output; if there is no"),
         ("t.csv", "text,label,text\na,b,c\n", "has two columns 'text'"),
         ("t.csv", "text,label\ra,pos\rb,neg\r", "the header cannot be read: new-line character seen in unquoted field"),
         ("t.csv", "text,label\nna\u00efve,b\n".encode("latin-1"), "(byte 13: invalid continuation byte)"),
         ("t.tsv", "text\tlabel\na\tb\tc\n", "row 0 (line 2) has 3 fields, but the header has 2"),
-        ("t.tsv", "text,label\na,b\n", "or separate the fields by tabs"),
+        ("t.tsv", "text,label\na,b\n", "its first line holds text,label."),
         ("t.jsonl", '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', "row 1 (line 3) cannot be read: Expecting ','"),
         ("t.jsonl", '{"text": "a"}\n{"text": "b', "row 1 (line 2) cannot be read: Unterminated string"),
         ("t.jsonl", '{"text": "a"}\nnot json\n', "row 1 (line 2) cannot be read: Expecting value"),
@@ -107,7 +123,9 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.jsonl", '\n{"text": "a", "d": ' + "9" * 9999 + "}\n", "row 0 (line 2) cannot be read: Exceeds the limit"),
         ("t.jsonl", '{"text": "half \\ud83d"}\n', "row 0 (line 1): 'text' holds half of a surrogate pair"),
         ("t.jsonl", '{"text": "a", "x": ' + DEEP + "}\n", "row 0 (line 1) cannot be read: it is nested too deeply"),
-        ("t.json", '{"data": [{"text": "a"}]}', "has no column 'text'; set data.text_column to one of: data."),
+        ("t.json", '{"data": [{"body": "a"}]}', "has no column 'text'; set data.text_column to one of: body."),
+        ("t.json", '{"a": [{"text": "x"}], "b": [{"text": "y"}]}', "holds several lists of rows (a, b); write one of"),
+        ("t.json", '{"data": [{"text": "x"}, "y"]}', "has no column 'text'; set data.text_column to one of: data."),
         ("t.json", '[{"text": "a"} {"text": "b"}]', "row 1 (line 1) cannot be read: a comma or the end of the array"),
         ("t.json", '[{"text": "a"}, ', "row 1 (line 1) cannot be read: "),
         ("t.json", '[{"text": "a"}]\n[', "row 1 (line 2) cannot be read: something follows the array"),
@@ -121,6 +139,24 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
 def test_what_is_not_in_the_dialect_is_refused_with_its_row(read, name, content, problem):
     line = read(name, content)
     assert isinstance(line, str) and problem in line and line.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "column", "found"),
+    [
+        ("a.csv", "one,pos\ntwo,neg\n", "0", ["one", "two"]),
+        ("a.csv", 'pos;"one; 1"\nneg;two, 2\n', "1", ["one; 1", "two, 2"]),
+        ("a.tsv", '"one\tpos\ntwo"\tneg\n', "0", ['"one', 'two"']),
+        ("a.csv", "one\ntwo\n", "0", ["one", "two"]),
+        ("a.csv", "0,1\none,pos\n", "0", ["one"]),
+        ("a.csv", "one,pos\n", "2", "its first line holds one, pos."),
+        ("a.csv", "one, two;pos\n", "0", "does not tell what separates its fields, of commas and semicolons; give it"),
+        ("a.csv", "one,pos\ntwo\n", "0", "row 1 (line 2) has 1 field, but the first row has 2"),
+    ],
+)
+def test_column_without_a_header_is_named_by_its_number(read, name, content, column, found):
+    rows = read(name, content, text_column=column)
+    assert rows == found or (isinstance(found, str) and found in rows)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv"])
