@@ -5,6 +5,7 @@ Does not know how users set them (parse.py) or what they do. The docstring under
 
 from __future__ import annotations
 
+import codecs
 import functools
 import math
 import os
@@ -134,6 +135,21 @@ def _short(name: str) -> str:
     return name
 
 
+def _encoding(name: str) -> str:
+    """Return the name of an encoding in which ASCII is ASCII, or of UTF-16 or UTF-32; raise ValueError for another."""
+    ascii_text = bytes(range(128))
+    try:
+        found = codecs.lookup(name).name
+        is_stateful = found.startswith(("iso2022", "hz"))  # escapes in ASCII
+        if found.startswith(("utf-16", "utf-32")) or (
+            not is_stateful and ascii_text.decode(name).encode() == ascii_text
+        ):
+            return name
+    except (LookupError, UnicodeError) as error:
+        raise ValueError from error
+    raise ValueError
+
+
 Count = Annotated[int, Field(ge=1, le=_MAX_INT)]
 _BYTES = Field(ge=1, le=_MAX_INT, description="1 to 10^15 (also 60kB, 64KiB)")
 Bytes = Annotated[int, _BYTES, BeforeValidator(as_bytes, json_schema_input_type=Count | str)]
@@ -146,6 +162,8 @@ Width = Annotated[int, Field(ge=1, le=2**17)]
 Positions = Annotated[int, Field(ge=1, le=2**24)]
 Text = Annotated[str, Field(pattern=r"^[^\x00]*$")]
 Texts = Annotated[list[Text], BeforeValidator(as_list, json_schema_input_type=list[Text] | Text)]
+_ENCODING = Field(description="an encoding such as latin-1, windows-1252, shift_jis, gb18030 or utf-16-le")
+Encoding = Annotated[str, _ENCODING, AfterValidator(_encoding)]
 Auto = Literal["auto"]
 _OVERRIDES = Field(description="a mapping of names to finite numbers, text, true, false, null, lists and mappings")
 Overrides = Annotated[dict[str, Any], _OVERRIDES, AfterValidator(_known)]
@@ -295,13 +313,17 @@ class DataSection(Section, frozen=True):
     """Stream a Hub dataset into the token cache instead of downloading it first; resuming stays exact."""
     text_column: Text = "text"
     """Column that holds the text in tables and Hub datasets; of nested columns a path, such as message.content or
-    conversation.0.text."""
+    conversation.0.text; in CSV without a header its number, from 0."""
     ids_column: Text | None = None
     """Column that holds token ids, such as input_ids, to use instead of text; a separator in a row ends a document.
     tokenizer.kind pretrained or byte says whose tokens they are."""
     messages_column: Text | None = None
     """Column that holds conversations, such as messages: lists of {"role", "content"} (or "from", "value"), which the
-    tokenizer's chat template turns into tokens. The loss counts the assistant's turns only; see docs/models.md."""
+    tokenizer's chat template turns into tokens. Or that of answers, such as completion or output, if their prompts are
+    in other columns. The loss counts the assistant's turns only; see docs/models.md."""
+    encoding: Encoding | None = None
+    """Encoding of text files that are not UTF-8, such as latin-1, windows-1252, shift_jis or utf-16-le; null: they are
+    refused. Files in UTF-8, or with a byte order mark, are read as what they are."""
     max_documents: Count | None = None
     """Read only the first N documents (files or rows); null: all."""
     split: Literal["documents", "contiguous"] = "documents"

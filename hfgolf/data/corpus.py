@@ -171,8 +171,9 @@ class Corpus:
             reason += f", or data.max_documents {self.data.max_documents} ends before one"
         remedy = f"name other files in data.{'files' if split == 'train' else 'val_files'}"
         if not self.data.val_files:
-            remedy = f"add text, change data.val_fraction ({self.data.val_fraction}), name data.val_files, or set"
-            remedy += " data.split contiguous"
+            remedies = [f"change data.val_fraction ({self.data.val_fraction})", "name data.val_files"]
+            remedies += ["set data.split contiguous"] if column.key == "text_column" else []
+            remedy = f"add text, {join_words(remedies, ' or ')}"
         raise UserError(f"The {name} split of {where} is empty: {reason}; {remedy}.")
 
 
@@ -202,12 +203,16 @@ def load_corpus(data: DataSection) -> Corpus:
     for key in ("ids_column", "messages_column"):
         if getattr(data, key) is not None:
             identity[key] = getattr(data, key)
+    if before := content_column(data).before:
+        identity["before_answer"] = before  # older caches have answers only
     if data.source == "hub":
         hub = {key: getattr(data, key) for key in ("hub_name", "hub_config", "hub_split", "text_column")}
         return Corpus({**identity, **hub, "hub_revision": hub_revision(data)}, data)
     bytes_files = match_files(data, "val_bytes_files", "bytes")
     if any(file.endings[0] in (*TABLES, ".zip") for file in files):
         identity["text_column"] = data.text_column
+    if data.encoding is not None:
+        identity["encoding"] = data.encoding
     if any(file.endings[0] in (".csv", ".tsv") for file in files):
         identity["csv_cells"] = "as written"  # older caches lack the texts that pandas takes for missing cells
     try:

@@ -26,8 +26,8 @@ from typing import Any
 import pyarrow as pa
 
 from hfgolf.config.sections import DataSection
-from hfgolf.data.files import TEXTS, SourceFile, is_utf8, log_skipped, not_text, require_text
-from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Column, Row, row_name
+from hfgolf.data.files import TEXTS, SourceFile, is_utf8, log_skipped, marked_encoding, not_text, require_text
+from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Answer, Column, Row, row_name
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import first_line, join_words, shortened
 
@@ -49,6 +49,7 @@ _DECOMPRESSED: dict[str, Callable[[Any], Any]] = {
 }
 _ROLES = {
     **{role: role for role in ("system", "user", "assistant")},
+    "developer": "system",
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
 }
@@ -97,53 +98,96 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path) -> Iterato
 def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path) -> Iterator[Document]:
     ending, column = file.endings[0], content_column(data)
     if ending in TEXT_TABLES:
-        yield from _documents(TEXT_TABLES[ending](_text_blocks(file, opener), file.path, column), file, data)
+        blocks = _text_blocks(file, opener, data.encoding)
+        yield from _documents(TEXT_TABLES[ending](blocks, file.path, column), file, data)
     elif ending in BINARY_TABLES:
         with _uncompressed(file, opener, scratch) as path:
             yield from _documents(BINARY_TABLES[ending](path, column, file.path), file, data)
     elif column.key != "text_column":
         raise UserError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
     else:
-        yield file.name, file.split, _text_blocks(file, opener)
+        yield file.name, file.split, _text_blocks(file, opener, data.encoding)
 
 
-def _text_blocks(file: SourceFile, opener: Opener) -> Iterator[str]:
-    """Decode a file as strict UTF-8 with unchanged newlines, about a megabyte at a time.
+def _text_blocks(file: SourceFile, opener: Opener, encoding: str | None) -> Iterator[str]:
+    """Decode a file strictly, with unchanged newlines, about a megabyte at a time. encoding: data.encoding.
 
     A byte order mark at its start is no text. Raises UserError for other encodings and for formats that are not text.
     """
-    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    decoder = _Decoder(encoding)
     num_bytes, is_empty = 0, True
     try:
         with opener() as raw, _DECOMPRESSED[file.endings[1]](raw) as stream:
             while block := stream.read(BLOCK_BYTES):
-                if not num_bytes and (problem := not_text(block, file.path)):
+                if not num_bytes and (problem := not_text(block, file.path, encoding)):
                     raise UserError(f"{file.path} {problem}.")
-                pending = len(decoder.getstate()[0])
+                pending = decoder.num_pending
                 text = decoder.decode(block)
                 is_empty &= not text
                 yield text
                 num_bytes += len(block)
-            pending = len(decoder.getstate()[0])
-            decoder.decode(b"", final=True)
+            pending = decoder.num_pending
+            yield decoder.decode(b"", is_final=True)
+            is_empty &= not pending
     except UserError:
         raise
     except UnicodeDecodeError as error:
         offset = num_bytes - pending + error.start
-        raise UserError(
-            f"{file.path} is not UTF-8 (byte {offset}: {error.reason}); {_other_encoding(error)}."
-        ) from error
+        name, advice = encoding or error.encoding, "restore it, or find its encoding and set data.encoding to it"
+        if error.encoding == "utf-8":
+            name, advice = "UTF-8", _other_encoding(error)
+        raise UserError(f"{file.path} is not {name} (byte {offset}: {error.reason}); {advice}.") from error
     except Exception as error:  # each compression library has its own exceptions for a damaged file
         raise _unreadable(file, error) from error
     if is_empty:
         raise UserError(f"{file.path} has no text in it; remove it or add text to it.")
 
 
+class _Decoder:
+    """Decodes a file block by block: by its byte order mark, as UTF-8, or by the encoding that is named for others.
+
+    ASCII leaves open which of them it is, and so does the first byte of a character that the next block completes.
+    """
+
+    def __init__(self, named: str | None) -> None:
+        self._named = named
+        self._decoder: codecs.IncrementalDecoder | None = None
+        self._rest, self._is_first = b"", True
+
+    @property
+    def num_pending(self) -> int:
+        """Bytes that are read and not decoded yet."""
+        return len(self._decoder.getstate()[0] if self._decoder else self._rest)
+
+    def decode(self, block: bytes, is_final: bool = False) -> str:
+        if self._decoder is None:
+            block = self._rest + block
+            encoding = (marked_encoding(block) if self._is_first else None) or self._encoding(block, is_final)
+            self._is_first = False
+            if encoding is None:
+                text = codecs.getincrementaldecoder("utf-8")().decode(block)
+                self._rest = block[len(text) :]
+                return text
+            self._decoder = codecs.getincrementaldecoder(encoding)()
+        return self._decoder.decode(block, is_final)
+
+    def _encoding(self, block: bytes, is_final: bool) -> str | None:
+        if self._named is None:
+            return "utf-8"
+        try:
+            text = codecs.getincrementaldecoder("utf-8")().decode(block, is_final)
+        except UnicodeDecodeError:
+            return self._named
+        if text.isascii() and not codecs.lookup(self._named).name.startswith("utf"):
+            return None
+        return self._named if text.isascii() and "\0" in text else "utf-8"
+
+
 def _other_encoding(error: UnicodeDecodeError) -> str:
-    """Return what the bytes around one that is not UTF-8 tell of the encoding, and how to convert it."""
+    """Return what the bytes around one that is not UTF-8 tell of the encoding, and what to do."""
     block = error.object
     if error.reason == "unexpected end of data":
-        return "its last character is cut, or in another encoding; restore the end of the file, or convert it"
+        return "its last character is cut, or in another encoding; restore the end of the file, or set data.encoding"
     high = [byte for byte in block if byte >= 0x80]
     good = sum(len(character.encode()) for character in block.decode("utf-8", "ignore") if character >= "\x80")
     if good > len(high) / 2:
@@ -151,10 +195,13 @@ def _other_encoding(error: UnicodeDecodeError) -> str:
     if block.count(0) > len(block) / 100:
         return "it is probably not text; remove it"
     if len(high) < len(block) / 3:
-        name = "WINDOWS-1252" if any(0x80 <= byte < 0xA0 for byte in high) else "ISO-8859-1"
-        other = "Windows-1252" if name == "WINDOWS-1252" else "Latin-1"
-        return f"it is probably {other}; convert it with `iconv -f {name} -t UTF-8 OLD > NEW`"
-    return "find its encoding, such as GB18030 or Shift_JIS, and convert it with `iconv -f IT -t UTF-8 OLD > NEW`"
+        name, encoding = "Latin-1", "latin-1"
+        if any(0x80 <= byte < 0xA0 for byte in high):
+            name, encoding = "Windows-1252", "windows-1252"
+        around = block[max(0, error.start - 20) : error.start + 20].decode(encoding, "replace")
+        word = next(word for word in around.split() if not word.isascii())
+        return f"it is probably {name}, with words such as {shortened(word)}; set data.encoding {encoding}"
+    return "find its encoding, such as gb18030 or shift_jis, and set data.encoding to it"
 
 
 @contextmanager
@@ -194,8 +241,9 @@ def read_hub(data: DataSection) -> Iterator[Document]:
 
     def rows() -> Iterator[Row]:
         for batch in table.iter(batch_size=_ROWS_PER_BATCH):
-            steps = column.steps(batch, name)
-            yield from ((None, value, steps[1:]) for value in batch[steps[0]])
+            wanted, steps = column.wanted(batch, name), column.steps(batch, name)[1:]
+            for row in zip(*(batch[one] for one in wanted), strict=True):
+                yield None, column.value(wanted, row), steps
 
     yield from _documents(rows(), SourceFile(name, Path(name)), data)
 
@@ -253,9 +301,42 @@ def _read_ids(ids: list[Any]) -> list[int]:
     return ids
 
 
-def _read_messages(row: list[Any]) -> Messages:
+def _read_messages(row: list[Any] | Answer) -> Messages:
     """Return OpenAI's {"role", "content", "weight"} or ShareGPT's {"from", "value", "weight"} in OpenAI's form."""
+    if isinstance(row, Answer):
+        return _read_answer(row)
     return [_read_message(number, message) for number, message in enumerate(row)]
+
+
+def _read_answer(row: Answer) -> Messages:
+    """Return a prompt and its answer as a conversation: each of them text, or messages. [] without an answer.
+
+    Of the text before an answer, all but `system` is one message, in paragraphs. Only the answer is learned.
+    """
+    *before, (last, answer) = row.items()
+    if answer in _ABSENT:
+        return []
+    messages: Messages = []
+    for name, value in before:
+        if value in _ABSENT:
+            continue
+        role = "system" if name == "system" else "user"
+        if isinstance(value, str) and messages and messages[-1]["role"] == role == "user":
+            _require_unicode(value)
+            messages[-1]["content"] += f"\n\n{value}"
+        else:
+            messages += _as_messages(name, role, value)
+    answers = _as_messages(last, "assistant", answer)
+    if messages and answers[0]["role"] != "assistant":
+        raise ValueError(f"begins with the {answers[0]['role']}, but follows {join_words(name for name, _ in before)}")
+    context = [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
+    return context + answers
+
+
+def _as_messages(name: str, role: str, value: Any) -> Messages:
+    if not isinstance(value, str | list):
+        raise ValueError(f"needs text or messages in column {name!r}, which holds {_described(value)}")
+    return _read_messages([{"role": role, "content": value}] if isinstance(value, str) else value)
 
 
 def _read_message(number: int, message: Any) -> dict[str, Any]:
@@ -272,6 +353,8 @@ def _read_message(number: int, message: Any) -> dict[str, Any]:
             raise ValueError(
                 f"has {shortened(key)} in message {number}, which cannot be trained on; leave it or such rows out"
             )
+    if isinstance(content, list):
+        content = _joined_parts(number, content)
     if not isinstance(content, str):
         raise ValueError(f"has {type(content).__name__} as {content_key} of message {number}, not text")
     _require_unicode(content)
@@ -283,15 +366,24 @@ def _read_message(number: int, message: Any) -> dict[str, Any]:
     return {"role": _ROLES[role], "content": content} | ({"weight": 0} if weight == 0 and is_assistant else {})
 
 
+def _joined_parts(number: int, parts: list[Any]) -> str:
+    """Return a content of OpenAI's parts, {"type": "text", "text": str}, as one text."""
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+        if kind != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"has a part of type {shortened(kind)} in message {number}; only text can be trained on")
+    return "".join(part["text"] for part in parts)
+
+
 def is_learned(message: dict[str, Any]) -> bool:
     """Return whether the loss counts a message."""
     return message["role"] == "assistant" and "weight" not in message
 
 
-_CONTENTS: dict[str, tuple[type, str, Callable[[Any], Any]]] = {
+_CONTENTS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "text_column": (str, "text", _read_text),
     "ids_column": (list, "a list of token ids", _read_ids),
-    "messages_column": (list, "a list of messages", _read_messages),
+    "messages_column": (list | Answer, "a list of messages", _read_messages),
 }
 
 

@@ -55,12 +55,20 @@ _FORMATS: tuple[tuple[bytes, str], ...] = (
     (rb"ARROW1|\xff\xff\xff\xff", "is an Arrow file; give its name the ending .arrow"),
     (rb"SQLite format 3\0", "is an SQLite database, not text; write its table of text to a .csv file"),
     (rb"\x89HDF|\x93NUMPY|\x80[\x02-\x05]", "holds a program's numbers or objects, not text; write its text to a file"),
-    (rb"\xff\xd8\xff|\x89PNG|GIF8[79]a|II\*\0|MM\0\*", "is a picture, not text; read its text with an OCR program"),
+    (
+        rb"\xff\xd8\xff|\x89PNG|GIF8[79]a|II\*\0|MM\0\*|(?s:RIFF.{4}WEBP)|(?s:.{4}ftyp(avif|hei[cx]|mif1))",
+        "is a picture, not text; read its text with `tesseract PICTURE NAME`, and name NAME.txt",
+    ),
     (
         rb"(?s)ID3|\xff[\xf2\xf3\xfb]|OggS|fLaC|RIFF|.{4}ftyp|\x1a\x45\xdf\xa3",
         "is sound or a video, not text; transcribe it",
     ),
     (rb"\x7fELF|MZ.\0|\xcf\xfa\xed\xfe", "is a program, not text"),
+)
+_MARKS = (
+    (codecs.BOM_UTF8, "utf-8-sig"),
+    *((mark, "utf-32") for mark in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)),  # the first begins like UTF-16's
+    *((mark, "utf-16") for mark in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)),
 )
 
 logger = logging.getLogger(__name__)
@@ -188,7 +196,7 @@ def require_paths(data: DataSection) -> None:
                 continue
             require_text(file, f"data.{field}")
             with suppress(OSError), open(file.path, "rb") as content:  # match_files says why
-                if problem := not_text(content.read(1 << 12), file.path):
+                if problem := not_text(content.read(1 << 12), file.path, data.encoding):
                     raise UserError(f"data.{field}: {file.path} {problem}.")
 
 
@@ -293,9 +301,12 @@ def _listed(skipped: Mapping[str, Sequence[str]]) -> str:
     return f"; skipped: {', '.join(parts)}" if parts else ""
 
 
-def not_text(start: bytes, path: Path) -> str | None:
-    """Return what a file that begins with these bytes is and what to do, as the end of a sentence; None for text."""
-    if b"\0" not in start and is_utf8(start[:4096]):
+def not_text(start: bytes, path: Path, encoding: str | None = None) -> str | None:
+    """Return what a file that begins with these bytes is and what to do, as the end of a sentence; None for text.
+
+    encoding: data.encoding.
+    """
+    if marked_encoding(start) or (b"\0" not in start and is_utf8(start[:4096])):
         return _PDF if start.startswith(b"%PDF-") else None
     ending = path.suffix.lower()
     if start.startswith(b"PK") and ending in _OFFICE:
@@ -305,14 +316,21 @@ def not_text(start: bytes, path: Path) -> str | None:
     for pattern, problem in _FORMATS:
         if re.match(pattern, start):
             return problem
-    if start.startswith((b"\xff\xfe\0\0", b"\0\0\xfe\xff")):
-        return "is UTF-32, not UTF-8; convert it with `iconv -f UTF-32 -t UTF-8 OLD > NEW`"
+    if encoding is not None and codecs.lookup(encoding).name not in ("utf-16", "utf-32"):  # of no order without a mark
+        is_wide = codecs.lookup(encoding).name.startswith("utf")
+        is_readable = is_wide or b"\0" not in start or is_utf8(start)
+        return None if is_readable else f"has a zero byte, so it is not text in {encoding}; remove it"
     start = start[:1000]
-    halves = start[::2], start[1::2]  # Latin letters in UTF-16 without a mark are UTF-8 with zeros
-    is_utf16 = len(start) >= 8 and any(half.count(0) > 0.9 * len(half) for half in halves) and any(start)
-    if start.startswith((b"\xff\xfe", b"\xfe\xff")) or is_utf16:
-        return "is UTF-16, not UTF-8; convert it with `iconv -f UTF-16 -t UTF-8 OLD > NEW`"
+    # Latin letters in UTF-16 without a mark are UTF-8 with zeros
+    for half, order in ((start[1::2], "le"), (start[::2], "be")):
+        if len(half) >= 4 and half.count(0) > 0.9 * len(half) and any(start):
+            return f"is UTF-16 without a byte order mark, not UTF-8; set data.encoding utf-16-{order}"
     return None
+
+
+def marked_encoding(start: bytes) -> str | None:
+    """Return the encoding that a byte order mark at the start of a file states. Decoding by it removes the mark."""
+    return next((encoding for mark, encoding in _MARKS if start.startswith(mark)), None)
 
 
 def is_utf8(start: bytes) -> bool:

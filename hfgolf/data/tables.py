@@ -7,9 +7,10 @@ instead of those of the file, and take what follows a closing quote as text. doc
 from __future__ import annotations
 
 import csv
+import itertools
 import json
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from typing import Any
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import count_of, join_words, one_line, shortened
 
+_Object = tuple[int, dict[str, Any]]
 Row = tuple[int | None, Any, list[str]]
 """The line that a row begins in, if it is in a text file; its value; and the steps from there to what is nested."""
 
@@ -28,6 +30,23 @@ _ROWS_WITHOUT_COLUMN = 10_000
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
+class NoColumnError(UserError):
+    """A table without the column that is wanted of it."""
+
+
+class Answer(dict[str, Any]):
+    """What a row says one after the other, {column: value}: instruction, input and then their output, for example."""
+
+
+_BEFORE = {
+    "completion": ("system", "prompt"),
+    "output": ("system", "instruction", "input"),
+    "response": ("system", "prompt", "instruction", "context"),
+    "answer": ("system", "question"),
+}
+"""Columns of what is said before an answer, by the answer's: those of a table make a conversation with it."""
+
+
 @dataclass(frozen=True)
 class Column:
     """The column with the content of the rows. key: such as text_column, without data.; name: a, or a.b.0 if nested."""
@@ -35,11 +54,24 @@ class Column:
     key: str
     name: str
 
+    @property
+    def before(self) -> list[str]:
+        """The columns that may hold what is said before the answer in this one."""
+        return [*_BEFORE.get(self.name, ())] if self.key == "messages_column" else []
+
+    def wanted(self, names: Collection[str], path: object) -> list[str]:
+        """Return the columns to read: what is said before an answer, and the column itself. Raises UserError."""
+        return [*(name for name in self.before if name in names), self.steps(names, path)[0]]
+
+    def value(self, names: Sequence[str], values: Sequence[Any]) -> Any:
+        """Return the value of a row, of whose wanted columns these are the values."""
+        return values[0] if len(values) == 1 else Answer(zip(names, values, strict=True))
+
     def steps(self, names: Collection[str], path: object) -> list[str]:
         """Return the column's name and the steps from its value to the content. Raises UserError if it is not there."""
         steps = self.find(names)
         if steps is None:
-            raise UserError(
+            raise NoColumnError(
                 f"{path} has no column {self.name.split('.')[0]!r}; set data.{self.key} to one of:"
                 f" {_listed(names)}{_other_keys(names) if self.key == 'text_column' else ''}."
             )
@@ -64,16 +96,35 @@ def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row
     """
     others: dict[str, None] = {}
     is_found = False
-    for row, (line, value) in enumerate(_JsonObjects(blocks, path)):
+    for row, (line, value) in enumerate(_unwrapped(iter(_JsonObjects(blocks, path)), path, column)):
         steps = column.find(value)
         is_found |= steps is not None
         if not is_found:
             others |= dict.fromkeys(value)
             if row == _ROWS_WITHOUT_COLUMN:
                 break
-        yield (line, None, []) if steps is None else (line, value[steps[0]], steps[1:])
+        if steps is None:
+            yield line, None, []
+        else:
+            names = column.wanted(value, path)
+            yield line, column.value(names, [value[name] for name in names]), steps[1:]
     if others and not is_found:
         column.steps(others, path)
+
+
+def _unwrapped(objects: Iterator[_Object], path: Path, column: Column) -> Iterator[_Object]:
+    """Return the objects, or if there is only one, without the column, those in its list: {"data": [{"text": ...}]}."""
+    begin = list(itertools.islice(objects, 2))
+    if len(begin) == 1 and column.find(begin[0][1]) is None:
+        line, value = begin[0]
+        lists = {name: rows for name, rows in value.items() if isinstance(rows, list) and rows}
+        lists = {name: rows for name, rows in lists.items() if all(isinstance(row, dict) for row in rows)}
+        found = [name for name, rows in lists.items() if any(column.find(row) for row in rows)]
+        if len(found) > 1:
+            raise UserError(f"{path} holds several lists of rows ({_listed(found)}); write one of them to the file.")
+        if found or (len(lists) == 1 and not {*lists} & {*_KEYS}):
+            return ((line, row) for row in lists[(found or [*lists])[0]])
+    return itertools.chain(begin, objects)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -93,7 +144,7 @@ class _JsonObjects:
         self._line, self._row = 1, 0
         self._decode = json.JSONDecoder(object_pairs_hook=_object).raw_decode
 
-    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+    def __iter__(self) -> Iterator[_Object]:
         if self._next() != "[":
             while self._next():
                 yield self._read()
@@ -133,7 +184,7 @@ class _JsonObjects:
         self._text, self._at = "".join(blocks), 0
         return len(blocks) > 1
 
-    def _read(self) -> tuple[int, dict[str, Any]]:
+    def _read(self) -> _Object:
         while True:
             try:
                 value, end = self._decode(self._text, self._at)
@@ -161,22 +212,55 @@ class _JsonObjects:
         return UserError(f"{row_name(self._path, self._row, self._line)} cannot be read: {problem}.")
 
 
+_MARKS = {",": "comma", ";": "semicolon", "\t": "tab"}
+
+
 def csv_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
-    """Yield the rows of CSV: RFC 4180 and a header. Raises UserError for another number of fields, or open quotes."""
-    rows = _filled(csv.reader(_lines(blocks, path), strict=True), path)
-    return _cells(rows, path, column, "commas", "put a field that holds a comma or a line break in double quotes")
+    """Yield the rows of CSV: RFC 4180, with commas, semicolons or tabs, whichever the first line shows.
+
+    It is the header if it names the column. Without a header, the column is named by its number, from 0. Raises
+    UserError for a row with another number of fields, or open quotes.
+    """
+    advice = "put a field that holds a {} or a line break in double quotes"
+    return _separated(blocks, path, column, [*_MARKS], advice, strict=True)
 
 
 def tsv_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
-    """Yield the rows of tabs and lines with a header, in which quotes are text. Raises UserError like `csv_rows`."""
-    rows = _filled(csv.reader(_lines(blocks, path), delimiter="\t", quoting=csv.QUOTE_NONE), path)
-    return _cells(rows, path, column, "tabs", "a field cannot hold a tab or a line break, and quotes are text")
+    """Yield the rows of tabs and lines, in which quotes are text. Header and errors are those of `csv_rows`."""
+    advice = "a field cannot hold a {} or a line break, and quotes are text"
+    return _separated(blocks, path, column, ["\t"], advice, quoting=csv.QUOTE_NONE)
 
 
-def _filled(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
-    """Yield (line, fields) of the header and of each row that is not a blank line."""
+def _separated(
+    blocks: Iterator[str], path: Path, column: Column, marks: list[str], advice: str, **dialect: Any
+) -> Iterator[Row]:
     csv.field_size_limit(MAX_ROW_CHARACTERS)
-    row = -1  # the header
+    lines, head = _lines(blocks, path), []
+    for line in lines:
+        head.append(line)
+        if line.strip("\r\n"):
+            break
+    fields = {mark: _fields(head[-1:], mark, dialect.get("quoting", csv.QUOTE_MINIMAL)) for mark in marks}
+    named = [mark for mark in marks if column.find(fields[mark]) is not None]
+    dividing = [mark for mark in marks if len(fields[mark]) > 1] or marks[:1]
+    mark = (named or dividing)[0]
+    has_header = bool(named) or not (column.name.isdecimal() and int(column.name) < max(map(len, fields.values())))
+    if not has_header and len(dividing) > 1:
+        found = join_words((f"{_MARKS[mark]}s" for mark in dividing), " and ")
+        raise UserError(f"{path} does not tell what separates its fields, of {found}; give it a header.")
+    reader = csv.reader(itertools.chain(head, lines), delimiter=mark, **dialect)
+    yield from _cells(reader, path, column, has_header, advice.format(_MARKS[mark]))
+
+
+def _fields(lines: list[str], mark: str, quoting: Any) -> list[str]:
+    try:
+        return next(csv.reader(lines, delimiter=mark, quoting=quoting), [])
+    except csv.Error:  # the reader of all lines says which
+        return []
+
+
+def _filled(reader: Any, path: Path, row: int) -> Iterator[tuple[int, list[str]]]:
+    """Yield (line, fields) of each row that is not a blank line. row: number of the first, -1 for a header."""
     while True:
         line = reader.line_num + 1
         try:
@@ -193,7 +277,10 @@ def _filled(reader: Any, path: Path) -> Iterator[tuple[int, list[str]]]:
 
 _CSV_ERRORS = {
     "unexpected end of data": "a double quote opens a field and none closes it",
-    "',' expected after '\"'": "something follows a closing double quote; write a quote in a quoted field twice",
+    **dict.fromkeys(
+        (f"'{mark}' expected after '\"'" for mark in _MARKS),
+        "something follows a closing double quote; write a quote in a quoted field twice",
+    ),
 }
 
 
@@ -212,26 +299,27 @@ def _lines(blocks: Iterable[str], path: Path) -> Iterator[str]:
         yield rest
 
 
-def _cells(
-    rows: Iterator[tuple[int, list[str]]], path: Path, column: Column, separators: str, advice: str
-) -> Iterator[Row]:
-    _, header = next(rows, (0, None))
-    if header is None:
+def _cells(reader: Any, path: Path, column: Column, has_header: bool, advice: str) -> Iterator[Row]:
+    rows = _filled(reader, path, -1 if has_header else 0)
+    first = next(rows, None)
+    if first is None:
         return
+    header = first[1] if has_header else [str(number) for number in range(len(first[1]))]
     if column.find(header) is None:
-        raise UserError(
-            f"{path} has no column {column.name!r}; its first line is the header and names {_listed(header)}. Set"
-            f" data.{column.key}, add a header, or separate the fields by {separators}."
+        raise NoColumnError(
+            f"{path} has no column {column.name!r}; its first line holds {_listed(header)}. If that is the header, set"
+            f" data.{column.key} to one of them{_other_keys(header)}; if there is no header, set it to the column's"
+            " number, from 0."
         )
-    steps = column.steps(header, path)
-    index = header.index(steps[0])
-    for row, (line, cells) in enumerate(rows):
+    names = column.wanted(header, path)
+    indices, steps = [header.index(name) for name in names], column.steps(header, path)[1:]
+    for row, (line, cells) in enumerate(rows if has_header else itertools.chain([first], rows)):
         if len(cells) != len(header):
             raise UserError(
-                f"{row_name(path, row, line)} has {count_of(len(cells), 'field')}, but the header has {len(header)};"
-                f" {advice}."
+                f"{row_name(path, row, line)} has {count_of(len(cells), 'field')}, but the"
+                f" {'header' if has_header else 'first row'} has {len(header)}; {advice}."
             )
-        yield line, cells[index], steps[1:]
+        yield line, column.value(names, [cells[index] for index in indices]), steps
 
 
 def parquet_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
@@ -240,9 +328,11 @@ def parquet_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
 
     # a row group may be the whole file: read it page by page
     with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as table:
-        steps = column.steps(table.schema_arrow.names, name)
-        for batch in table.iter_batches(_ROWS_PER_BATCH, columns=steps[:1], use_threads=False):
-            yield from ((None, value, steps[1:]) for value in batch.column(steps[0]).to_pylist())
+        names, steps = table.schema_arrow.names, column.steps(table.schema_arrow.names, name)[1:]
+        wanted = column.wanted(names, name)
+        for batch in table.iter_batches(_ROWS_PER_BATCH, columns=wanted, use_threads=False):
+            values = zip(*(batch.column(one).to_pylist() for one in wanted), strict=True)
+            yield from ((None, column.value(wanted, row), steps) for row in values)
 
 
 def arrow_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
@@ -253,9 +343,9 @@ def arrow_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
         names = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file).schema.names
-        steps = column.steps(names, name)
+        steps, wanted = column.steps(names, name)[1:], column.wanted(names, name)
         file.seek(0)
-        options = pa.ipc.IpcReadOptions(included_fields=[names.index(steps[0])])
+        options = pa.ipc.IpcReadOptions(included_fields=[names.index(one) for one in wanted])
         if is_file:
             reader = pa.ipc.open_file(file, options=options)
             batches = map(reader.get_batch, range(reader.num_record_batches))
@@ -264,8 +354,9 @@ def arrow_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
         for batch in batches:
             batch.validate(full=True)  # offsets of a damaged file would lead anywhere
             for start in range(0, batch.num_rows, _ROWS_PER_BATCH):
-                values = batch.column(0).slice(start, _ROWS_PER_BATCH).to_pylist()
-                yield from ((None, value, steps[1:]) for value in values)
+                rows = batch.slice(start, _ROWS_PER_BATCH)
+                values = zip(*(rows.column(one).to_pylist() for one in wanted), strict=True)
+                yield from ((None, column.value(wanted, row), steps) for row in values)
 
 
 TEXT_TABLES: dict[str, Callable[[Iterator[str], Path, Column], Iterator[Row]]] = {
@@ -291,5 +382,10 @@ def _listed(names: Iterable[str]) -> str:
 
 def _other_keys(names: Iterable[str]) -> str:
     """Return which key is for columns whose names are usual for conversations or token ids, as the end of a message."""
-    keys = {"messages": "messages", "conversations": "messages", "conversation": "messages", "input_ids": "ids"}
-    return "".join(f"; or data.{keys[name]}_column to {name}" for name in names if name in keys)
+    names = [*names]
+    keys = {name: _KEYS[name] for name in names if name in _KEYS}
+    keys |= {name: "messages" for name, before in _BEFORE.items() if name in names and {*before[1:]} & {*names}}
+    return "".join(f"; or data.{key}_column to {name}" for name, key in keys.items())
+
+
+_KEYS = {"messages": "messages", "conversations": "messages", "conversation": "messages", "input_ids": "ids"}

@@ -27,14 +27,15 @@ def tokenize_files(
     text_column: str,
     folder: Path,
     train_files: list[str] | None = None,
+    encoding: str | None = None,
 ) -> tuple[Corpus, TokenCache]:
     """Encode every document in `files` (paths, globs or URLs, like data.files) into a cache in `folder`, as its `val`.
 
     vocab_size: number of entries in the model's embedding. train_files: text that the model was trained on, to compare
-    with; None: the train split is a placeholder.
+    with; None: the train split is a placeholder. encoding: as data.encoding.
 
-    Raises UserError if no file matches, a file is empty or not
-    UTF-8, the tokenizer has no end-of-text token, or it returns an id outside the embedding.
+    Raises UserError if no file matches, a file is empty or not UTF-8, the tokenizer has no end-of-text token, or it
+    returns an id outside the embedding.
     """
     if not isinstance(tokenizer, PreTrainedTokenizerFast) or tokenizer.eos_token_id is None:
         raise UserError(
@@ -49,6 +50,7 @@ def tokenize_files(
         files=train_files or [str(unread)],
         val_files=files,
         text_column=text_column,
+        encoding=encoding,
         cache_dir=str(folder / "cache"),
         in_memory=False,
     )
@@ -60,6 +62,11 @@ def tokenize_files(
         message = str(error)
         for key, option in (("data.val_files", "files"), ("data.files", "train_files"), ("data.text_column",) * 2):
             message = message.replace(key, f"--{option.removeprefix('data.')}")
+        for advice, ours in (
+            ("set data.encoding to it", "convert it to UTF-8"),
+            ("set data.encoding", "convert it from"),
+        ):
+            message = message.replace(advice, ours)
         raise UserError(message) from None
     require_embedded(int(tokens.val.tokens.max()), vocab_size)
     return corpus, tokens

@@ -188,9 +188,8 @@ def load_old_text(config: RunConfig, tokens: TokenCache) -> Stream | None:
     folder = cache_folder(config.data) / "old_text" / tokens.tokenizer_sha256[:16]
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        _, old_tokens = tokenize_files(
-            names, tokens.tokenizer, embedding_rows(tokens.tokenizer), config.data.text_column, folder
-        )
+        rows, data = embedding_rows(tokens.tokenizer), config.data
+        _, old_tokens = tokenize_files(names, tokens.tokenizer, rows, data.text_column, folder, encoding=data.encoding)
     except UserError as error:
         raise UserError(str(error).replace("--files", "data.old_text").replace("--text", "data.text")) from None
     return old_tokens.val

@@ -173,6 +173,78 @@ def test_text_that_spells_a_special_token_stays_text(build):
     assert part.num_bytes == len(spelled)
 
 
+ASKED = [message("system", "Be brief."), message("user", "Add 3 to 4.\n\nAt once."), message("assistant", "7")]
+PLAIN = {"system": "Be brief.", "prompt": "Add 3 to 4.\n\nAt once.", "completion": "7"}
+INSTRUCTION = {"instruction": "Add 3 to 4.", "input": "At once.", "output": "7", "history": None}
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "read"),
+    [
+        (PLAIN, "completion", ASKED),
+        (INSTRUCTION, "output", ASKED[1:]),
+        (INSTRUCTION | {"input": ""}, "output", [message("user", "Add 3 to 4."), ASKED[2]]),
+        ({"id": "x", "question": "a", "answer": "b"}, "answer", [message("user", "a"), message("assistant", "b")]),
+        (
+            {"context": "b", "instruction": "a", "response": "c"},
+            "response",
+            [message("user", "a\n\nb"), message("assistant", "c")],
+        ),
+        ({"prompt": ASKED[:2], "completion": ASKED[2:]}, "completion", ASKED),
+        ({"prompt": ASKED[:2], "completion": "7"}, "completion", ASKED),
+        ({"prompt": "a", "completion": None}, "completion", None),
+        (
+            {"prompt": [message("user", "a"), message("assistant", "b"), message("user", "c")], "completion": "d"},
+            "completion",
+            [
+                message("user", "a"),
+                message("assistant", "b") | {"weight": 0},
+                message("user", "c"),
+                message("assistant", "d"),
+            ],
+        ),
+    ],
+)
+def test_columns_before_an_answer_are_its_prompt(tmp_path, row, column, read):
+    """TRL's prompt and completion, Alpaca's instruction, input and output, and the like: text or messages."""
+    table = Dataset.from_list([row] * 2)
+    table.save_to_disk(tmp_path / "a.arrow")
+    table.to_json(tmp_path / "a.jsonl")
+    table.to_parquet(tmp_path / "a.parquet")
+    if not any(isinstance(value, list) for value in row.values()):
+        table.to_csv(tmp_path / "a.csv")
+    for path in tmp_path.glob("a.*"):
+        data = DataSection(source="files", files=[str(path)], messages_column=column, cache_dir=str(tmp_path))
+        assert [content for _, _, content in load_corpus(data)._documents(tmp_path)] == ([read] * 2 if read else [])
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"prompt": 7, "completion": "a"}, "needs text or messages in column 'prompt', which holds a number"),
+        ({"prompt": "a", "completion": 7}, "needs text or messages in column 'completion', which holds a number"),
+        ({"prompt": "a", "completion": [message("user", "b")]}, "begins with the user, but follows prompt"),
+        ({"prompt": "half \ud83d", "completion": "b"}, "holds half of a surrogate pair"),
+        ({"prompt": [{"text": "a"}], "completion": "b"}, "has message 0 without a role"),
+        ({"completion": "b"}, "holds text, not a list of messages"),
+    ],
+)
+def test_prompt_that_is_none_is_one_line(tmp_path, row, problem):
+    (tmp_path / "a.jsonl").write_text(json.dumps(row))
+    data = DataSection(source="files", files=[str(tmp_path / "a.jsonl")], messages_column="completion")
+    with pytest.raises(UserError, match=r"a\.jsonl, row 0 \(line 1\): 'completion' ") as caught:
+        [*load_corpus(data.replace(cache_dir=str(tmp_path)))._documents(tmp_path)]
+    assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_text_parts_and_the_developer_are_messages(tmp_path):
+    parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
+    row = [{"role": "developer", "content": parts}, *ASKED[1:]]
+    assert tokens_of(tmp_path, [row] * 2).train.tokens.tolist() == (
+        tokens_of(tmp_path / "plain", [ASKED] * 2).train.tokens.tolist()
+    )
+
+
 @pytest.mark.parametrize("assistant", ["gpt", "chatgpt", "bot", "model", "assistant"])
 def test_sharegpt_rows_are_the_same_conversations(tmp_path, assistant):
     names = {"user": "human", "assistant": assistant, "system": "system"}
@@ -275,7 +347,12 @@ def test_conversations_without_an_answer_are_skipped_and_said(tmp_path, caplog):
         (["Hello"], "holds str as message 0, not role and content"),
         ([{"content": "a"}], "has message 0 without a role (or from)"),
         ([message("user", "a"), {"role": "assistant"}], "has NoneType as content of message 1, not text"),
-        ([message("user", "a"), {"role": "assistant", "content": [{"text": "b"}]}], "has list as content of message 1"),
+        (
+            [message("user", "a"), {"role": "assistant", "content": [{"text": "b"}]}],
+            "has a part of type None in message",
+        ),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "has a part of type 'image_url' in message 0; only"),
+        ([{"role": "user", "content": ["a"]}], "has a part of type 'str' in message 0; only text can be trained on"),
         ([{"from": "human", "value": 3}], "has int as value of message 0, not text"),
         ([message("assistant", "half \ud83d")], "holds half of a surrogate pair ('\\ud83d' at character 5)"),
         *(

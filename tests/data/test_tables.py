@@ -71,6 +71,12 @@ def read(tmp_path):
         ("a.json", '[\n {"text": "one"},\n {"text": null},\n {"text": "two"}]\n', ["one", "two"]),
         ("a.json", '{\n "text": "one"\n}\n{"text":"two"} {"text":"three"}', ["one", "two", "three"]),
         ("a.json", " [ ] ", []),
+        ("a.json", '{"version": 1, "data": [{"text": "one"}, {"n": 1}, {"text": "two"}]}', ["one", "two"]),
+        ("a.json", '{"train": [{"text": "one"}], "labels": [{"name": "x"}], "n": []}', ["one"]),
+        ("a.json", '{"text": "whole", "data": [{"text": "part"}]}', ["whole"]),
+        ("a.csv", 'text;label\n"a; ""b""\n";1\nb, c;2\n', ['a; "b"\n', "b, c"]),
+        ("a.csv", "\nlabel\ttext\n1\tb, c; d\n", ["b, c; d"]),
+        ("a.csv", "id;x,text\n1,a\n2,b;c\n", ["a", "b;c"]),
         ("a.jsonl", '{"text": "a", "n": NaN, "d": "\\ud800"}\n', ["a"]),
         ("a.jsonl", '{"text": "\\ud83c\\udf0d \\u0000 \\r"}\n', ["🌍 \0 \r"]),
         ("a.jsonl", '{"x": 1}\n{"text": "a"}\n{"text": null}\n{}\n', ["a"]),
@@ -90,15 +96,24 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.csv", "text\nfirst,\n", "row 0 (line 2) has 2 fields, but the header has 1"),
         ("t.csv", 'text,label\n"Hello, she said,pos\n"next",neg\n', "row 0 (line 2) cannot be read: something follows"),
         ("t.csv", 'text,label\nok,pos\n"open,pos\nnext,neg\n', "row 1 (line 3) cannot be read: a double quote opens"),
-        ("t.csv", "text;label\na;pos\n", "its first line is the header and names text;label. Set"),
-        ("t.csv", "text\tlabel\na\tpos\n", "or separate the fields by commas"),
-        ("t.csv", "Once upon a time,pos\nThere was,neg\n", "first line is the header and names Once upon a time, pos."),
+        (
+            "t.csv",
+            "text;label\na;pos\nb;c;neg\n",
+            "row 1 (line 3) has 3 fields, but the header has 2; put a field that",
+        ),
+        ("t.csv", 'text\tlabel\n"a" b\tpos\n', "something follows a closing double quote"),
+        (
+            "t.csv",
+            "body;n\na;b\n",
+            "its first line holds body, n. If that is the header, set data.text_column to one of",
+        ),
+        ("t.csv", "Once upon a time,pos\nThere was,neg\n", "no header, set it to the column's number, from 0."),
+        ("t.csv", "instruction,output\na,b\n", "to one of them; or data.messages_column to output; if there is no"),
         ("t.csv", "text,label,text\na,b,c\n", "has two columns 'text'"),
         ("t.csv", "text,label\ra,pos\rb,neg\r", "the header cannot be read: new-line character seen in unquoted field"),
         ("t.csv", "text,label\nna\u00efve,b\n".encode("latin-1"), "(byte 13: invalid continuation byte)"),
-        ("t.csv", "text,label\nna\u00efve,b\n".encode("utf-16"), "is UTF-16, not UTF-8; convert it"),
         ("t.tsv", "text\tlabel\na\tb\tc\n", "row 0 (line 2) has 3 fields, but the header has 2"),
-        ("t.tsv", "text,label\na,b\n", "or separate the fields by tabs"),
+        ("t.tsv", "text,label\na,b\n", "its first line holds text,label."),
         ("t.jsonl", '{"text": "a"}\n{"text": "b"\n{"text": "c"}\n', "row 1 (line 3) cannot be read: Expecting ','"),
         ("t.jsonl", '{"text": "a"}\n{"text": "b', "row 1 (line 2) cannot be read: Unterminated string"),
         ("t.jsonl", '{"text": "a"}\nnot json\n', "row 1 (line 2) cannot be read: Expecting value"),
@@ -108,7 +123,9 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.jsonl", '\n{"text": "a", "d": ' + "9" * 9999 + "}\n", "row 0 (line 2) cannot be read: Exceeds the limit"),
         ("t.jsonl", '{"text": "half \\ud83d"}\n', "row 0 (line 1): 'text' holds half of a surrogate pair"),
         ("t.jsonl", '{"text": "a", "x": ' + DEEP + "}\n", "row 0 (line 1) cannot be read: it is nested too deeply"),
-        ("t.json", '{"data": [{"text": "a"}]}', "has no column 'text'; set data.text_column to one of: data."),
+        ("t.json", '{"data": [{"body": "a"}]}', "has no column 'text'; set data.text_column to one of: body."),
+        ("t.json", '{"a": [{"text": "x"}], "b": [{"text": "y"}]}', "holds several lists of rows (a, b); write one of"),
+        ("t.json", '{"data": [{"text": "x"}, "y"]}', "has no column 'text'; set data.text_column to one of: data."),
         ("t.json", '[{"text": "a"} {"text": "b"}]', "row 1 (line 1) cannot be read: a comma or the end of the array"),
         ("t.json", '[{"text": "a"}, ', "row 1 (line 1) cannot be read: "),
         ("t.json", '[{"text": "a"}]\n[', "row 1 (line 2) cannot be read: something follows the array"),
@@ -122,6 +139,24 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
 def test_what_is_not_in_the_dialect_is_refused_with_its_row(read, name, content, problem):
     line = read(name, content)
     assert isinstance(line, str) and problem in line and line.startswith(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "column", "found"),
+    [
+        ("a.csv", "one,pos\ntwo,neg\n", "0", ["one", "two"]),
+        ("a.csv", 'pos;"one; 1"\nneg;two, 2\n', "1", ["one; 1", "two, 2"]),
+        ("a.tsv", '"one\tpos\ntwo"\tneg\n', "0", ['"one', 'two"']),
+        ("a.csv", "one\ntwo\n", "0", ["one", "two"]),
+        ("a.csv", "0,1\none,pos\n", "0", ["one"]),
+        ("a.csv", "one,pos\n", "2", "its first line holds one, pos."),
+        ("a.csv", "one, two;pos\n", "0", "does not tell what separates its fields, of commas and semicolons; give it"),
+        ("a.csv", "one,pos\ntwo\n", "0", "row 1 (line 2) has 1 field, but the first row has 2"),
+    ],
+)
+def test_column_without_a_header_is_named_by_its_number(read, name, content, column, found):
+    rows = read(name, content, text_column=column)
+    assert rows == found or (isinstance(found, str) and found in rows)
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "json", "csv", "tsv"])
@@ -207,9 +242,7 @@ FORMATS = {
     "an old Office document": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
     "SQLite": b"SQLite format 3\0\x10\0",
     "a Parquet file": parquet(pa.table({"text": ["a"]})),
-    "UTF-16": "text".encode("utf-16"),
-    "UTF-32": "text".encode("utf-32"),
-    "UTF-16,": "plain text".encode("utf-16-le"),
+    "UTF-16 without a byte order mark": "plain text".encode("utf-16-le"),
     "a tar archive": b"a.txt".ljust(257, b"\0") + b"ustar\0",
 }
 
@@ -217,8 +250,8 @@ FORMATS = {
 @pytest.mark.parametrize("kind", FORMATS)
 def test_what_is_not_text_is_named(read, kind):
     name = "a.csv" if kind == "PDF" else "a"
-    line = read(name, FORMATS[kind] + b"" if kind.startswith("UTF-") else FORMATS[kind].ljust(99, b"\0"))
-    assert isinstance(line, str) and f"{name} is " in line and kind.rstrip(",") in line
+    line = read(name, FORMATS[kind] if kind.startswith("UTF-") else FORMATS[kind].ljust(99, b"\0"))
+    assert isinstance(line, str) and f"{name} is " in line and kind in line
 
 
 def test_office_documents_are_named_by_their_ending(read):
@@ -230,16 +263,82 @@ def test_office_documents_are_named_by_their_ending(read):
 @pytest.mark.parametrize(
     ("content", "advice"),
     [
-        (("Caf\u00e9 cr\u00e8me, " * 9).encode("latin-1"), "it is probably Latin-1; convert it with `iconv"),
-        (("\u201cquoted\u201d text " * 9).encode("cp1252"), "it is probably Windows-1252; convert"),
+        (
+            ("Caf\u00e9 cr\u00e8me, " * 9).encode("latin-1"),
+            "it is probably Latin-1, with words such as 'Café'; set data.encoding latin-1.",
+        ),
+        (
+            ("\u201cquoted\u201d text " * 9).encode("cp1252"),
+            "with words such as '“quoted”'; set data.encoding windows-1252.",
+        ),
         ("привет мир".encode("koi8-r"), "find its encoding"),
         ("é".encode() * 50 + b"\xff" + "é".encode() * 50, "most of it is UTF-8"),
         ("é".encode() * 50 + b"\xc3", "its last character is cut"),
         (b"\0\1\xff\0\0\0" * 20, "it is probably not text"),
+        ("plain text".encode("utf-16-be"), "without a byte order mark, not UTF-8; set data.encoding utf-16-be."),
+        ("text".encode("utf-16") + b"\0", "a.txt is not utf-16-le (byte 10: truncated data); restore it, or find"),
     ],
 )
 def test_other_encodings_and_damaged_bytes_are_named(read, content, advice):
     assert advice in read("a.txt", content)
+
+
+SENTENCE = "Ein Mädchen, 3 € für Café; 我"
+
+
+@pytest.mark.parametrize("size", [7, 1 << 20])
+@pytest.mark.parametrize(
+    ("text", "written", "named"),
+    [
+        *((SENTENCE, encoding, None) for encoding in ("utf-8-sig", "utf-16", "utf-32")),
+        *((SENTENCE, encoding, "latin-1") for encoding in ("utf-8", "utf-8-sig", "utf-16")),
+        *((SENTENCE, encoding, encoding) for encoding in ("gb18030", "utf-16-le", "utf-32-be", "UTF-8", "utf_16")),
+        (SENTENCE[:-1], "windows-1252", "windows-1252"),
+        ("Привет, мир", "koi8-r", "koi8-r"),
+        ("こんにちは。" * 99, "shift_jis", "shift_jis"),
+        ("\0 ASCII " * 99 + "é", "utf-8", "latin-1"),
+    ],
+)
+def test_text_is_read_by_its_mark_as_utf_8_or_in_the_named_encoding(read, monkeypatch, text, written, named, size):
+    monkeypatch.setattr(documents_module, "BLOCK_BYTES", max(size, 0 if text.isascii() else 4))
+    content = ("plain words\n" * 9 + text).encode(written)
+    if written.lower() == "utf-8" and size == 7:
+        return  # a block of seven bytes does not tell UTF-8 from Latin-1
+    assert read("a.txt", content, encoding=named) == ["plain words\n" * 9 + text]
+    table = f'text,n\n"{text}",1\n'
+    assert read("a.csv.gz", gzip.compress(table.encode(written)), encoding=named) == [text]
+
+
+@pytest.mark.parametrize(
+    ("content", "encoding", "problem"),
+    [
+        (b"\x89PNG\r\n\x1a\n\0\0", "latin-1", "is a picture"),
+        (b"caf\xe9 \0\1\2", "latin-1", "has a zero byte, so it is not text in latin-1"),
+        (
+            b"caf\xe9 \x81",
+            "windows-1252",
+            "is not windows-1252 (byte 5: character maps to <undefined>); restore it, or",
+        ),
+        (b"a" * 9 + "我".encode() * 9 + b"\xff", None, "most of it is UTF-8, so these bytes are damaged"),
+        (b"c\0\xe9\0f", "utf-16-le", "is not utf-16-le (byte 4: truncated data)"),
+    ],
+)
+def test_what_is_not_in_the_named_encoding_is_refused(read, content, encoding, problem):
+    assert problem in read("a.txt", content, encoding=encoding)
+
+
+@pytest.mark.parametrize("name", ["", "hex", "utf-7", "iso2022_jp", "hz", "cp037", "punycode", "no such"])
+def test_encodings_in_which_ascii_is_not_ascii_are_refused(read, name):
+    with pytest.raises(UserError, match=r"data\.encoding: .* is not allowed; allowed: an encoding such as latin-1"):
+        read("a.txt", b"text", encoding=name)
+
+
+def test_another_encoding_is_another_corpus(tmp_path, read):
+    assert read("a.txt", b"caf\xe9", encoding="latin-1") == ["café"]
+    assert read("a.txt", b"caf\xe9", encoding="cp1251") == ["cafй"]
+    data = DataSection(source="files", files=[str(tmp_path / "a.txt")], cache_dir=str(tmp_path / "cache"))
+    identities = [load_corpus(data.replace(encoding=name)).identity for name in (None, "latin-1", "cp1251")]
+    assert len({json.dumps(identity) for identity in identities}) == 3
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
