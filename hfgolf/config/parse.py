@@ -213,12 +213,13 @@ def shipped_base(starts_elsewhere: bool) -> ResolvedConfig:
 
     Of finetune, these are its text, its model and the length of its sequences, for which the weights may be too short.
     Of small, its prompt and its tokenizer, whose size depends on the text; a run that has another tokenizer keeps it.
+    Of both, that they evaluate all of their small texts at the end.
     """
     name = "finetune" if starts_elsewhere else "small"
     of_weights = ("data.", "model.", "batch.sequence_length")
     examples = of_weights if starts_elsewhere else ("train.sample_prompt", "tokenizer.", "run.")
     shipped = load_config([f"--config={CONFIGS / name}.yaml"])
-    sources = {key: name for key in shipped.sources if not key.startswith(examples)}
+    sources = {key: name for key in shipped.sources if not key.startswith((*examples, "train.final_eval_tokens"))}
     return ResolvedConfig(shipped.config, sources | ({} if starts_elsewhere else {"tokenizer.kind": "auto"}))
 
 
