@@ -1,4 +1,4 @@
-"""One score, wherever a person reads it: on the whole validation part, although the run evaluated only its start."""
+"""One score, wherever a person reads it: that of the last evaluation, although those before read less."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ def test_last_evaluation_summary_report_card_comparison_and_script_agree(
 ):
     val = tmp_path / "val.txt"
     val.write_bytes(corpus_file.read_bytes().decode().encode("ascii", "replace")[-20_000:])
-    folder = RunFolder(run(tiny_run(data__val_files=f"[{val}]", train__eval_tokens=9000)))
+    folder = RunFolder(
+        run(tiny_run(data__val_files=f"[{val}]", train__eval_tokens=9000, train__final_eval_tokens="null"))
+    )
     record = read_run(folder.path)
     first, last = (row for row in record.metrics.rows if row["val_loss"] is not None)
     assert first["val_tokens"] == last["subset_val_tokens"] < last["val_tokens"] == 20_000

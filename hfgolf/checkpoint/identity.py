@@ -68,6 +68,7 @@ _RULES = {
     "train.resume": Change.FREE,
     "train.resume_with_other": Change.FREE,
     "train.cpu_threads": Change.FREE,
+    "train.final_eval_tokens": Change.FREE,
     "train.log_every_steps": Change.FREE,
     "train.sample_tokens": Change.FREE,
     "train.sample_prompt": Change.FREE,

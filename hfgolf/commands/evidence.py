@@ -76,7 +76,7 @@ def evidence(run: RunFolder) -> dict[str, Contents]:
         values = [row[column] for column in ("val_loss", "val_loss_ema") if row.get(column) is not None]
         if values:
             found["validation losses"].setdefault(f"step {row['step']}", []).extend(values)
-    summary = json.loads(run.summary.read_text())  # its loss is on the whole validation set
+    summary = json.loads(run.summary.read_text())  # its loss is that of the last evaluation
     found["validation losses"].setdefault(f"step {summary['step']}", []).append(summary["val_loss"])
     checkpoint = newest_first(run.checkpoints)[0]
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"):

@@ -232,9 +232,9 @@ def evaluation_seconds(config: RunConfig, data: TokenCounts, tokens_per_second: 
     if data.val_tokens is None:
         return None
     times = math.ceil(steps / config.train.eval_every_steps)
-    each = min(config.eval_tokens or data.val_tokens, data.val_tokens)
-    at_the_end = data.val_tokens if each < data.val_tokens else 0
-    tokens = (times * each + at_the_end) * (2 if config.optim.has_ema else 1)
+    budgets = config.eval_tokens, config.final_eval_tokens(steps * config.batch.tokens_per_step)
+    each, final = (min(budget or data.val_tokens, data.val_tokens) for budget in budgets)
+    tokens = (times * each + (final if final > each else 0)) * config.eval_passes
     return tokens / (3 * tokens_per_second)
 
 

@@ -83,7 +83,7 @@ def compare_experiment(
             extents = [f"{tokens:,} tokens of {num_bytes:,} bytes" for tokens, num_bytes in pairs]
             raise UserError(
                 f"{runs[0].path} was evaluated on {extents[0]}, {run.path} on {extents[1]}; compare runs with the same"
-                " data, tokenizer and batch.sequence_length."
+                " data and tokenizer, and train.final_eval_tokens null."
             )
     hardware = _distinct(run.metadata["hardware"] for run in runs)
     seconds_caveats = {
@@ -169,7 +169,7 @@ def _what_is_compared(comparison: Comparison) -> str:
         f" {count_of(len(seeds), 'seed')} ({join_words(seeds)})."
     )
     if not comparison.is_whole:
-        text += " A run's summary and report have another figure: the exported step, on the whole validation set."
+        text += " A run's summary and report have the figure of the exported step."
     if comparison.baseline is None:
         return f"{text} No run of the baseline finished, so there is no comparison with it."
     if len(comparison.arms) == 1:

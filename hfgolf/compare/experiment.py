@@ -130,10 +130,12 @@ def _experiment(path: Path, content: dict[str, Any]) -> Experiment:
 def plan_runs(experiment: Experiment, output_dir: Path, options: Sequence[str]) -> list[PlannedRun]:
     """Return the runs of an experiment, seed by seed, so that a slow phase of the machine affects every arm.
 
-    options: of hfgolf train, for every run; they override the definition. Raises UserError, naming arm and key, if
+    options: of hfgolf train, for every run; they override the definition. By default, all runs evaluate all validation
+    tokens at the end. Raises UserError, naming arm and key, if
     they do not make a valid config, or would make arms equal.
     """
     base_options = [f"--config={experiment.base}"] if experiment.base else []
+    base_options.append("--train.final_eval_tokens=null")  # by default, an arm that trains longer would read more
     stated = {option[2:].split("=")[0].removesuffix("+") for option in options if option.startswith("--")}
     _check_keys("the command line", stated)
     configs = {}

@@ -48,7 +48,7 @@ class Outcome:
     evaluated_on: tuple[int, int]
     """Validation tokens and their bytes behind the final loss."""
     is_whole: bool
-    """Whether that is the whole validation set; False for runs of earlier versions, if train.eval_tokens limits it."""
+    """Whether that is the whole validation set; False for a run of the first versions that train.eval_tokens limits."""
     curve_tokens: int
     """Validation tokens behind each point of the curve."""
     config: dict[str, Any]
@@ -101,12 +101,12 @@ def _outcome(folder: RunFolder) -> Outcome:
     ]
     if not curve or curve[-1].step != last["step"]:
         raise UserError(f"{folder.path} ended with a validation loss that is not finite.")
-    curve[-1] = curve[-1]._replace(loss_on_all=last[column])
+    curve[-1] = curve[-1]._replace(loss_at_end=last[column])
     return Outcome(
         path=folder.path,
         curve=curve,
         evaluated_on=(last["val_tokens"], last["val_bytes"]),
-        is_whole=last["val_tokens"] == summary["val_tokens"],
+        is_whole=last["val_tokens"] == summary["val_tokens"] and summary.get("val_share_read", 1) == 1,
         curve_tokens=on_subset(last)["val_tokens"],
         config=in_current_names(metadata["config"]),
         metadata=metadata,

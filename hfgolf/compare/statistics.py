@@ -29,12 +29,12 @@ class Point(NamedTuple):
     step: float
     seconds: float
     loss: float
-    loss_on_all: float | None = None
-    """The loss on all validation tokens, at the end of a run; those between may read fewer (train.eval_tokens)."""
+    loss_at_end: float | None = None
+    """The loss on train.final_eval_tokens, at the end of a run; those between may read fewer (train.eval_tokens)."""
 
     @property
     def final_loss(self) -> float:
-        return self.loss if self.loss_on_all is None else self.loss_on_all
+        return self.loss if self.loss_at_end is None else self.loss_at_end
 
 
 Curve = Sequence[Point]

@@ -253,14 +253,14 @@ def shipped_base(stated: Mapping[str, Any]) -> ResolvedConfig:
     stated: what a person states beside it. With train.max_minutes and random weights, the values of AUTOPILOT are open.
     Of finetune, the examples are its text, its model and the length of its sequences, for which the weights may be too
     short. Of small, they are its prompt, and its tokenizer, whose size depends on the text; a run that has another
-    tokenizer keeps it.
+    tokenizer keeps it. Of both, that they evaluate all of their small texts at the end.
     """
     starts_elsewhere = stated.get("model.init_from") is not None
     name = "finetune" if starts_elsewhere else "small"
     of_weights = ("data.", "model.", "batch.sequence_length")
     examples = of_weights if starts_elsewhere else ("train.sample_prompt", "tokenizer.", "run.")
     shipped = load_config([f"--config={CONFIGS / name}.yaml"])
-    sources = {key: name for key in shipped.sources if not key.startswith(examples)}
+    sources = {key: name for key in shipped.sources if not key.startswith((*examples, "train.final_eval_tokens"))}
     if starts_elsewhere:
         return ResolvedConfig(shipped.config, sources)
     if stated.get("train.max_minutes") is None or "model.architecture" in stated:

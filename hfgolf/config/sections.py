@@ -265,13 +265,13 @@ def key_types(section: type) -> dict[str, Any]:
     return {key: kind for key, kind in typing.get_type_hints(section, include_extras=True).items() if key[0] != "_"}
 
 
-def budgeted_eval_tokens(tokens_per_step: int, every_steps: int, passes: int = 1) -> int:
-    """Return how many tokens an evaluation may read: 5 % of the compute of the steps since the one before.
+def budgeted_eval_tokens(trained_tokens: int, passes: int = 1) -> int:
+    """Return how many tokens an evaluation may read: 5 % of the compute of so many tokens of training.
 
     It counts FLOPs, not seconds, so that every machine evaluates the same tokens. A training token costs three forward
     passes (see measure/flops.py), an evaluated one as many as `passes`.
     """
-    return max(_MIN_EVAL_TOKENS, 3 * tokens_per_step * every_steps // (20 * passes))
+    return max(_MIN_EVAL_TOKENS, 3 * trained_tokens // (20 * passes))
 
 
 def _nearest_multiples(value: int, of: int) -> str:
@@ -665,7 +665,10 @@ class TrainSection(Section, frozen=True):
     """Evaluate every N steps, and always at the last step."""
     eval_tokens: Count | Auto | None = "auto"
     """Validation tokens per evaluation during the run; null: all; auto: as many as take 5 % of the compute of the steps
-    between two evaluations, but at least 4096. The evaluation at the last step always uses all."""
+    between two evaluations, but at least 4096."""
+    final_eval_tokens: Count | Auto | None = "auto"
+    """Validation tokens of the evaluation at the last step, whose figures are those of the model; null: all; auto: as
+    many as take 5 % of the compute of the training. Never fewer than train.eval_tokens."""
     sample_tokens: Count | None = 64
     """Tokens to sample from the model at each evaluation, for metrics.jsonl, trackers and the report; null: none."""
     sample_prompt: Text = ""
@@ -838,7 +841,14 @@ class RunConfig(Section, frozen=True):
         """Return train.eval_tokens, decided if it is auto."""
         if self.train.eval_tokens != "auto":
             return self.train.eval_tokens
-        return budgeted_eval_tokens(self.batch.tokens_per_step, self.train.eval_every_steps, self.eval_passes)
+        return budgeted_eval_tokens(self.batch.tokens_per_step * self.train.eval_every_steps, self.eval_passes)
+
+    def final_eval_tokens(self, trained_tokens: int) -> int | None:
+        """Return train.final_eval_tokens, decided if it is auto, of a run that has trained on so many tokens."""
+        stated, each = self.train.final_eval_tokens, self.eval_tokens
+        if stated is None or each is None:
+            return None
+        return max(each, budgeted_eval_tokens(trained_tokens, self.eval_passes) if stated == "auto" else stated)
 
     @property
     def eval_passes(self) -> int:

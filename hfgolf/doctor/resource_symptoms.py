@@ -171,7 +171,7 @@ def damaged_cache(history: History) -> Finding | None:
 USUAL_SHARE = 0.05  # of the time of the steps; train.eval_tokens auto aims at it
 MAX_SHARE = 2 * USUAL_SHARE  # an evaluation is not compiled, and its samples are not counted in train.eval_tokens
 MIN_SECONDS = 60.0  # less is not worth a change
-MAX_LAST_SHARE = 0.25  # the evaluation on all tokens at the end happens once
+MAX_LAST_SHARE = 0.25  # the evaluation at the end, on more tokens, happens once
 
 
 class CostlyEvaluation:
@@ -196,13 +196,13 @@ class CostlyEvaluation:
         took = f"took {seconds:,.0f} s and the steps {steps:,.0f} s ({seconds / steps:.0%})"
         tokens, every = row["val_tokens"], settings["train.eval_every_steps"]
         if is_last:
-            saw = f"the last evaluation, on all {tokens:,} validation tokens, {took}"
+            saw = f"the last evaluation, on {tokens:,} validation tokens, {took}"
             causes = ("more validation text than so short a run needs", "a run shorter than meant")
-            fraction = two_digits(settings["data.val_fraction"] * USUAL_SHARE * steps / seconds)
-            fix: dict[str, Any] = {} if settings["data.val_files"] else {"data.val_fraction": fraction}
+            affordable = max(1, int(two_digits(tokens * USUAL_SHARE * steps / seconds)))
+            fix: dict[str, Any] = {"train.final_eval_tokens": affordable}
             return Finding("costly evaluations", history.step, saw, causes, fix)
         saw = f"evaluations {took}, with {tokens:,} tokens every {every:,} steps"
-        if tokens > budgeted_eval_tokens(settings["batch.tokens_per_step"], every):
+        if tokens > budgeted_eval_tokens(settings["batch.tokens_per_step"] * every):
             causes = ("evaluations that read more tokens than they need", "evaluations that are too frequent")
             fix = {"train.eval_tokens": "auto"}
         else:

@@ -79,9 +79,12 @@ def basis(run: RunRecord) -> list[str]:
         return [f"The validation figures are of step {last['step']:,}, on {extent}."] if last else []
     weights = "averaged weights" if run.summary.get("weights") == "ema" else "weights"
     step = run.summary.get("step")
+    share = run.summary.get("val_share_read", 1.0)  # earlier versions read all
+    extent = f"all {behind[0]:,}" if share == 1 else f"the first {behind[0]:,}"
+    part = "" if share == 1 else f", {share:.0%} of them; train.final_eval_tokens says how many"
     said = [
-        f"The validation figures are of the exported {weights}{'' if step is None else f' (step {step:,})'}, on all"
-        f" {behind[0]:,} validation tokens ({behind[1]:,} bytes)."
+        f"The validation figures are of the exported {weights}{'' if step is None else f' (step {step:,})'}, on"
+        f" {extent} validation tokens ({behind[1]:,} bytes){part}."
     ]
     key = "val_loss_ema" if run.summary.get("weights") == "ema" else "val_loss"
     if last is not None and last.get(key) is not None and last[key] != run.summary["val_loss"]:

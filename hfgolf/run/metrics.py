@@ -140,7 +140,7 @@ class Metrics:
 
 
 def on_subset(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row with its evaluation on the tokens of the rows before, if it is a last one on all (`subset_*`)."""
+    """Return a row with its evaluation on the tokens of the rows before, if it is a last one on more (`subset_*`)."""
     subset = {key.removeprefix("subset_"): value for key, value in row.items() if key.startswith("subset_")}
     return {**row, **subset}
 

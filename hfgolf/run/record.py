@@ -86,6 +86,8 @@ def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any
     device = hardware.get("device") if isinstance(hardware, dict) else None
     evaluated: dict[str, Any] = next((row for row in reversed(rows) if row.get("val_loss") is not None), {})
     start: dict[str, Any] = next(reversed(run.events("init_from")), {})
+    if start.get("val_tokens") != summary.get("val_tokens", start.get("val_tokens")):
+        start = {}  # of other text: a run that went on with another train.final_eval_tokens
     old: float | None = summary.get("old_val_bits_per_byte", evaluated.get("old_val_bits_per_byte"))
     old_start: float | None = start.get("old_val_bits_per_byte")
     seconds = seconds_by_kind(run)

@@ -32,7 +32,7 @@ from hfgolf.system.hardware import peak_flops, synchronize
 from hfgolf.system.ranks import decide, gather
 from hfgolf.system.wording import count_of, labeled, rounded
 from hfgolf.train.build import build_model
-from hfgolf.train.decisions import Decisions, free_bytes
+from hfgolf.train.decisions import free_bytes
 from hfgolf.train.law import Shape, Text, bits_per_byte, heads_of, layers_of, rates_of, tokens_per_step_of
 
 logger = logging.getLogger(__name__)
@@ -98,16 +98,16 @@ def is_open(said: ResolvedConfig) -> bool:
     return any(said.sources.get(key) == "auto" for key in AUTOPILOT if key != "tokenizer.kind")
 
 
-def choose(decisions: Decisions, device: torch.device, num_processes: int) -> dict[str, Any]:
+def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> dict[str, Any]:
     """Return {section__key: value} of the open keys, and say what was chosen and what else there was.
 
-    decisions: the config, in which these keys hold no choice yet. All ranks call it, and each times the same steps.
-    Raises UserError if the text is not read as text, or if no shape fits into the free memory.
+    said: the config, with its precision decided, in which these keys hold no choice yet. All ranks call it, and each
+    times the same steps. Raises UserError if the text is not read as text, or if no shape fits into the free memory.
     """
-    config, minutes = decisions.config, decisions.config.train.max_minutes or math.inf
-    open_keys = {key for key in AUTOPILOT if decisions.sources.get(key) == "auto"}
+    config, minutes = said.config, said.config.train.max_minutes or math.inf
+    open_keys = {key for key in AUTOPILOT if said.sources.get(key) == "auto"}
     text = decide(lambda: measure_text(config, open_keys))
-    peak = peak_flops(device, decisions.precision) * num_processes
+    peak = peak_flops(device, str(config.train.mixed_precision)) * num_processes
     speed = Speed(ASSUMED_MFU * peak, config.batch.sequence_length)
     while True:
         choices = list(_choices(config, open_keys, text, speed, num_processes))

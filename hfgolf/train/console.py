@@ -10,6 +10,7 @@ import logging
 import math
 import sys
 import warnings
+from collections.abc import Callable
 from contextlib import ExitStack, nullcontext
 from time import perf_counter
 from typing import Any, TextIO
@@ -25,6 +26,7 @@ logger = logging.getLogger("hfgolf")
 
 _DRAW_EVERY_SECONDS = (0.1, 5.0)  # at most, and at least while steps are that fast
 _SHARE = 0.0005  # of the time, for drawing
+_LINE_EVERY_SECONDS = 30.0  # in a long evaluation, if there is no bar
 _WORDS = {"compile": "compiling", "evaluate": "evaluating", "checkpoint": "saving"}
 """{kind of the stopwatch: what the bar says meanwhile}."""
 
@@ -41,8 +43,12 @@ class Console:
         self._step, self._step_limit = 0, math.inf
         self._seconds, self._max_seconds = 0.0, math.inf
         self._first: tuple[int, float] | None = None
-        """Step and seconds after the first step here, whose own time says little of the others'."""
+        """Step and seconds of steps after the first step here, whose own time says little of the others'."""
+        self._step_seconds = self._line_at = 0.0
         self._tokens = (0, 1)
+        self._evaluation_steps: Callable[[float], tuple[float, float]] = lambda last_step: (0.0, 0.0)
+        self._work_at, self._work_left = 0.0, 0.0
+        """Of an evaluation: when it began, and the seconds that it still takes."""
         self._draw_at = 0.0
 
     def __enter__(self) -> Console:
@@ -72,6 +78,7 @@ class Console:
 
     def now(self, words: str) -> None:
         """Show in a word or two what the process does now."""
+        self._work_left = 0.0
         if self._bar is not None and words != self._words:
             self._words = words
             if words:
@@ -81,19 +88,46 @@ class Console:
         """Show what the stopwatch measures, unless that is ordinary steps."""
         self.now(_WORDS.get(kind, self._words if kind == "setup" else ""))
 
-    def begin(self, step_limit: float, max_seconds: float, tokens_per_step: int, tokens_per_epoch: int) -> None:
-        """Note what ends the run, before its next step."""
-        self._step_limit, self._max_seconds = step_limit, max_seconds
-        self._tokens = tokens_per_step, tokens_per_epoch
+    def progress(self, share: float) -> None:
+        """Show how far an evaluation is: on the bar, or in a line every half a minute."""
+        now = perf_counter()
+        if share == 0:
+            self._work_at, self._line_at = now, now + _LINE_EVERY_SECONDS
+            return
+        self._work_left = (now - self._work_at) * (1 - share) / share
+        self._words = f"evaluating {share:.0%}"
+        if self._bar is not None and now >= self._draw_at:
+            self._draw()
+        elif self._bar is None and now >= self._line_at:
+            self._line_at = now + _LINE_EVERY_SECONDS
+            logger.info("%s, about %s left", self._words, duration(self._work_left))
 
-    def step(self, step: int, seconds: float, best_val_loss: float = math.inf) -> None:
+    def begin(
+        self,
+        step_limit: float,
+        max_seconds: float,
+        tokens_per_step: int,
+        tokens_per_epoch: int,
+        evaluation_steps: Callable[[float], tuple[float, float]] = lambda last_step: (0.0, 0.0),
+    ) -> None:
+        """Note what ends the run, before its next step.
+
+        evaluation_steps: returns, for the last step, how many steps take as long as all evaluations to come, and as
+        those at the last step.
+        """
+        self._step_limit, self._max_seconds = step_limit, max_seconds
+        self._tokens, self._evaluation_steps = (tokens_per_step, tokens_per_epoch), evaluation_steps
+
+    def step(self, step: int, seconds: float, best_val_loss: float = math.inf, evaluating: float = 0.0) -> None:
         """Move the bar after a step. After the second, log the plan: only now is it known how long a step takes.
 
-        seconds: of training so far; best_val_loss: infinity before the first. Both over all sessions.
+        seconds: of training so far; best_val_loss: infinity before the first; evaluating: those of the seconds that
+        evaluations took. All over all sessions.
         """
         self._step, self._seconds, self._best_val_loss = step, seconds, best_val_loss
+        self._step_seconds = seconds - evaluating
         if self._first is None:
-            self._first = step, seconds
+            self._first = step, self._step_seconds
         elif step == self._first[0] + 1 < self._step_limit:  # else there is nothing left to plan
             logger.info("%s", labeled("plan", self._plan()))
         if self._bar is not None and perf_counter() >= self._draw_at:
@@ -108,20 +142,31 @@ class Console:
             logger.info("%s", format_row(row, expected_steps, is_short=True))
 
     def _pace(self) -> float:
-        """Return the seconds per step since the first step here, all else included; infinity before the second."""
+        """Return the seconds per step since the first step here, without evaluations; infinity before the second."""
         first_step, first_seconds = self._first or (self._step, 0.0)
         done = self._step - first_step
-        return (self._seconds - first_seconds) / done if done > 0 else math.inf
+        return (self._step_seconds - first_seconds) / done if done > 0 else math.inf
 
     def _left(self) -> tuple[float, bool]:
-        """Return the seconds to the end of the run, and whether train.max_minutes will end it, not its steps."""
-        by_steps = (self._step_limit - self._step) * self._pace() if self._step < self._step_limit else 0.0
+        """Return the seconds to the end of the run, and whether train.max_minutes will end it, not its steps.
+
+        The minutes count all evaluations but those at the last step.
+        """
+        pace, steps = self._pace(), self._step_limit - self._step
+        by_steps, at_the_end = math.inf if steps > 0 else 0.0, 0.0
+        if 0 < steps < math.inf:
+            evaluations, last = self._evaluation_steps(self._step_limit)
+            by_steps, at_the_end = (steps + evaluations - last) * pace, last * pace
         by_clock = max(0.0, self._max_seconds - self._seconds)
-        return min(by_steps, by_clock), by_clock < by_steps or self._step_limit == math.inf
+        if is_timed := by_clock < by_steps or self._step_limit == math.inf:
+            is_known = by_clock > 0 and 0 < pace < math.inf
+            at_the_end = self._evaluation_steps(self._step + by_clock / pace)[1] * pace if is_known else 0.0
+        return min(by_steps, by_clock) + at_the_end, is_timed
 
     def _plan(self) -> str:
         left, is_timed = self._left()
-        steps = self._step + left / self._pace() if is_timed else self._step_limit
+        by_clock = self._max_seconds - self._seconds
+        steps = self._step + by_clock / self._pace() if is_timed else self._step_limit
         tokens_per_step, tokens_per_epoch = self._tokens
         tokens = steps * tokens_per_step
         epochs = tokens / tokens_per_epoch
@@ -148,7 +193,7 @@ class Console:
         if self._row and not self._words:
             parts.append(f"{self._row['tokens_per_second']:,.0f} tokens/s")
         if left < math.inf:
-            parts.append(f"{_minutes(left)} left")
+            parts.append(f"{_minutes(left + self._work_left)} left")
         if self._words:
             parts.append(self._words)
         self._bar.bar_format = f"{place} {'  '.join(parts)}"

@@ -1,4 +1,4 @@
-"""End a run: evaluate the best weights on the whole validation set, export them, report and push."""
+"""End a run: evaluate the best weights as the last ones were, export them, report and push."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from hfgolf.system.wording import describe_overlap, duration, gigabytes, one_lin
 from hfgolf.train.console import console
 from hfgolf.train.run import Run
 from hfgolf.train.saving import flush
-from hfgolf.train.validation import evaluate, sample
+from hfgolf.train.validation import evaluate, final_budget, read_share, sample
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +100,8 @@ def end(run: Run, summary: dict[str, Any] | None) -> None:
 
 def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
     """Return the summary of the model's weights, those of `step`; the main process also exports them."""
-    evaluation, old = run.full_evaluations.get(step) or (evaluate(run), _old_text_figures(run))
+    budget = final_budget(run)
+    evaluation, old = run.final_evaluations.get(step) or (evaluate(run, budget), _old_text_figures(run, budget))
     summary: dict[str, Any] = {
         "run": run.config.run.name,
         "step": step,
@@ -115,6 +116,7 @@ def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
         "val_bits_per_byte": evaluation.bits_per_byte,
         "val_tokens": evaluation.num_tokens,
         "val_bytes": evaluation.num_bytes,
+        "val_share_read": read_share(run, budget),
         "tokens_per_second": statistics.median(run.speeds) if run.speeds else math.nan,
         "train_seconds": run.state.elapsed_seconds,
         "predicted_memory_bytes": run.predicted_memory_bytes,
@@ -183,12 +185,16 @@ def show_summary(summary: dict[str, Any]) -> None:
     """Print the results of the run and how to load its model."""
     weights = f"{'averaged weights of ' if summary['weights'] == 'ema' else ''}step {summary['step']}"
     counted = f" of {summary['targets']}" if "targets" in summary else ""
-    extent = f"whole validation set of {summary['val_tokens']:,} tokens{counted}"
+    share = summary.get("val_share_read", 1.0)  # earlier versions read all
+    part = "whole validation set" if share == 1 else f"first {share:.0%} of the validation set"
+    extent = f"{part}, {summary['val_tokens']:,} tokens{counted}"
     logger.info(f"\nvalidation loss  {summary['val_loss']:.4f} nats per token ({weights}, {extent})")
     logger.info(f"bits per byte    {summary['val_bits_per_byte']:.4f} over {summary['val_bytes']:,} bytes")
     if "xz_bits_per_byte" in summary:
         logger.info("                 %s", beside_compressors(summary))
     start = summary.get("init_from", {})
+    if start.get("val_tokens") != summary["val_tokens"]:  # a run that went on with another budget
+        start = {}
     if "val_bits_per_byte" in start:
         logger.info(f"                 {start['val_bits_per_byte']:.4f} before the first step")
     if "old_val_bits_per_byte" in start and "old_val_bits_per_byte" in summary:
@@ -288,9 +294,9 @@ def _find_weights(run: Run, name: str, has_last: bool) -> tuple[Path | None, int
     return None, damaged_best
 
 
-def _old_text_figures(run: Run) -> dict[str, Any]:
+def _old_text_figures(run: Run, budget: int | None) -> dict[str, Any]:
     """Evaluate the model's weights on data.old_text, if there is any."""
     if run.old_text is None:
         return {}
-    old = evaluate(run, stream=run.old_text)
+    old = evaluate(run, budget, stream=run.old_text)
     return {"old_val_loss": old.loss, "old_val_bits_per_byte": old.bits_per_byte}

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -28,7 +29,7 @@ from hfgolf.train.recovery import Next, Recovery, first_nonfinite_gradient
 from hfgolf.train.run import Run
 from hfgolf.train.saving import flush, report_failed_saves, save
 from hfgolf.train.setup import set_up
-from hfgolf.train.validation import should_stop_early, validate, validate_start, write_sample
+from hfgolf.train.validation import evaluation_steps, should_stop_early, validate, validate_start, write_sample
 
 if TYPE_CHECKING:
     from hfgolf.config.parse import ResolvedConfig
@@ -65,7 +66,8 @@ def run_steps(run: Run) -> None:
     run.model.train()
     run.is_stepping = True
     run.stopwatch.switch("train")
-    console.begin(run.step_limit, clock.max_seconds, run.config.batch.tokens_per_step, len(run.tokens.train))
+    per_step, evaluations = run.config.batch.tokens_per_step, partial(evaluation_steps, run)
+    console.begin(run.step_limit, clock.max_seconds, per_step, len(run.tokens.train), evaluations)
     if run.init_from and run.state.step == 0:
         with run.stopwatch.charge("other"), suppress(Interrupted):
             validate_start(run, clock.raise_if_stopped)
@@ -81,7 +83,7 @@ def run_steps(run: Run) -> None:
         if recovery.review(result) is Next.REPEAT:
             continue
         step, last = run.state.step, clock.is_over()
-        console.step(step, run.state.elapsed_seconds, run.state.best_val_loss)
+        console.step(step, run.state.elapsed_seconds, run.state.best_val_loss, run.stopwatch.seconds()["evaluate"])
         evaluating = due(step, every.eval_every_steps, last)
         saving = clock.save_is_due or due(step, every.save_every_steps, last) or bool(clock.stop_signal)
         logging_is_due = due(step, every.log_every_steps, last or step == 1)

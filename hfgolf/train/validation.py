@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -19,6 +21,7 @@ from hfgolf.evaluate.sample import generate_ids, generate_text
 from hfgolf.optim.shards import reshard
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import one_line
+from hfgolf.train.console import console
 from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
@@ -27,38 +30,70 @@ logger = logging.getLogger(__name__)
 def validate(run: Run, before_batch: Callable[[], None], is_last: bool) -> dict[str, Any]:
     """Evaluate the weights, and their averages if there are any; return columns of the row.
 
-    The loss on train.eval_tokens tokens judges the step. If no evaluation follows, evaluates all tokens, too: then the
-    columns are those of all, and `subset_*` those to compare with earlier rows.
+    The loss on train.eval_tokens tokens judges the step. If no evaluation follows, evaluates `final_budget`, too: then
+    the columns are those of it, and `subset_*` those to compare with earlier rows.
     """
     train, budget = run.config.train, run.config.eval_tokens
     row, judged = _evaluate_all_weights(run, budget, before_batch)
     is_last = is_last or _stops_early(train, run.state.evals_after(judged.loss))
-    is_whole, evaluation, subset = _covers_all(run, budget), judged, {}
-    if is_last and not is_whole:
+    final, evaluation, subset = final_budget(run), judged, {}
+    if is_last and not _read_alike(run, budget, final):
         subset = {f"subset_{key}": value for key, value in row.items()}
-        row, evaluation = _evaluate_all_weights(run, None, before_batch)
-    if is_last or is_whole:
+        row, evaluation = _evaluate_all_weights(run, final, before_batch)
+    if is_last or _read_alike(run, budget, None):
         old = {key: value for key, value in row.items() if key.startswith("old_val_")}
-        run.full_evaluations = {run.state.step: (evaluation, old)}
+        run.final_evaluations = {run.state.step: (evaluation, old)}
     run.state.judge(judged.loss)
     return row | subset
 
 
+def final_budget(run: Run, last_step: float | None = None) -> int | None:
+    """Return the tokens that the evaluation at the last step may read, None for all: alike on all ranks and on resume.
+
+    last_step: None: now. By default, the budget follows from the tokens that the run has trained on by then. With
+    model.init_from, from those that it will have: the evaluation before the first step reads the same text, or the two
+    would not compare. If minutes limit such a run, nobody knows them then, and both read train.eval_tokens.
+    """
+    config, state = run.config, run.state
+    if run.init_from:
+        last_step = run.step_limit
+    steps = 0 if last_step is None else last_step - state.step
+    is_unknown = run.init_from and config.train.max_minutes
+    return config.final_eval_tokens(0 if is_unknown else state.tokens + int(steps) * config.batch.tokens_per_step)
+
+
+def evaluation_steps(run: Run, last_step: float) -> tuple[float, float]:
+    """Return how many steps take as long as all evaluations from now on, and as those at the last step.
+
+    Per token, an evaluation takes a third of the work of a training step (only the forward pass).
+    """
+    config, val, step = run.config, run.tokens.val, run.state.step
+    each, final = (evaluation_extent(val, budget)[0] for budget in (config.eval_tokens, final_budget(run, last_step)))
+    every, share = config.train.eval_every_steps, config.eval_passes / (3 * config.batch.tokens_per_step)
+    at_the_end = each + (final if final > each else 0)
+    times = math.ceil(last_step / every) - 1 - step // every
+    return (times * each + at_the_end) * share, at_the_end * share
+
+
 def describe_validation(run: Run) -> str:
     """Return what an evaluation reads, and its share of the compute, in one line."""
-    config, whole = run.config, evaluation_extent(run.tokens.val)[0]
-    each = evaluation_extent(run.tokens.val, config.eval_tokens)[0]
-    share = each * config.eval_passes / (3 * config.batch.tokens_per_step * config.train.eval_every_steps)
+    config, val = run.config, run.tokens.val
+    each, whole = evaluation_extent(val, config.eval_tokens)[0], evaluation_extent(val)[0]
+    every, per_step = config.train.eval_every_steps, config.batch.tokens_per_step
+    share = each * config.eval_passes / (3 * per_step * every)
     tokens = f"all {whole:,} tokens" if each == whole else f"{each:,} of {whole:,} tokens"
-    at_the_end = "" if each == whole else "; all of them at the last step"
-    every = config.train.eval_every_steps
+    at_the_end = ""
+    if config.train.max_minutes and config.train.final_eval_tokens == "auto" and each < whole and not run.init_from:
+        at_the_end = "; at the last step, as many as take 5% of all compute"
+    elif (final := evaluation_extent(val, final_budget(run, run.step_limit))[0]) > each:
+        at_the_end = f"; {'all of them' if final == whole else f'{final:,}'} at the last step"
     return f"{tokens} every {every:,} steps, {share:.0%} of their compute{at_the_end}"
 
 
-def _covers_all(run: Run, budget: int | None) -> bool:
-    """Return whether an evaluation on that many tokens is one on all."""
+def _read_alike(run: Run, budget: int | None, other: int | None) -> bool:
+    """Return whether evaluations with two budgets read the same tokens."""
     streams = [run.tokens.val] if run.old_text is None else [run.tokens.val, run.old_text]
-    return all(evaluation_extent(stream, budget) == evaluation_extent(stream) for stream in streams)
+    return all(evaluation_extent(stream, budget) == evaluation_extent(stream, other) for stream in streams)
 
 
 def _evaluate_all_weights(
@@ -67,7 +102,7 @@ def _evaluate_all_weights(
     """Return columns of the row, and the evaluation of the weights that an export would take."""
     with run.hooks.weights(run):
         evaluation = evaluate(run, budget, before_batch)
-    row = _columns(evaluation)
+    row = _columns(run, evaluation, budget)
     if run.ema is not None:
         with run.ema.applied():
             averaged = evaluate(run, budget, before_batch)
@@ -77,25 +112,32 @@ def _evaluate_all_weights(
 
 
 def validate_start(run: Run, before_batch: Callable[[], None]) -> None:
-    """Evaluate the weights of model.init_from on all validation tokens, and record that as an event.
+    """Evaluate the weights of model.init_from on what the last evaluation will read, and record that as an event.
 
     It is no candidate for the best step: a run exports weights that it has trained.
     """
-    before = evaluate(run, before_batch=before_batch)
-    columns = _columns(before) | _old_text_columns(run, None, before_batch)
+    budget = final_budget(run)
+    before = evaluate(run, budget, before_batch)
+    columns = _columns(run, before, budget) | _old_text_columns(run, budget, before_batch)
     old = f", old text {columns['old_val_bits_per_byte']:.4f} bits per byte" if run.old_text is not None else ""
     logger.info(f"step 0  val loss {before.loss:.4f} ({before.bits_per_byte:.4f} bits per byte){old}")
     run.evaluation_at_start = columns
     run.event("init_from", **run.init_from or {}, **columns)
 
 
-def _columns(evaluation: Evaluation) -> dict[str, Any]:
+def _columns(run: Run, evaluation: Evaluation, budget: int | None) -> dict[str, Any]:
     return {
         "val_loss": evaluation.loss,
         "val_bits_per_byte": evaluation.bits_per_byte,
         "val_tokens": evaluation.num_tokens,
         "val_bytes": evaluation.num_bytes,
+        "val_share_read": read_share(run, budget),
     }
+
+
+def read_share(run: Run, budget: int | None) -> float:
+    """Return the share of the validation tokens that an evaluation with a budget reads."""
+    return evaluation_extent(run.tokens.val, budget)[0] / evaluation_extent(run.tokens.val)[0]
 
 
 def _old_text_columns(run: Run, budget: int | None, before_batch: Callable[[], None]) -> dict[str, Any]:
@@ -116,18 +158,27 @@ def evaluate(
     """Evaluate the model's current weights on the first `budget_tokens` validation tokens, or on all of them.
 
     before_batch: called before each batch. To end the evaluation, it raises on all processes before the same batch.
-    stream: the tokens; None: the run's validation text.
+    stream: the tokens; None: the run's validation text. The console shows how far it is.
     """
+    stream = run.tokens.val if stream is None else stream
+    length, done = run.config.batch.sequence_length, itertools.count()
+    rows_per_batch = run.micro_batch_size * run.accelerator.num_processes
+    num_batches = math.ceil(evaluation_extent(stream, budget_tokens)[0] / length / rows_per_batch)
+
+    def before_each() -> None:
+        console.progress(next(done) / num_batches)
+        before_batch()
+
     with run.stopwatch.charge("evaluate"):
         try:
             return evaluate_loss(
                 run.raw_model,
-                run.tokens.val if stream is None else stream,
+                stream,
                 run.accelerator,
-                sequence_length=run.config.batch.sequence_length,
+                sequence_length=length,
                 batch_size=run.micro_batch_size,
                 budget_tokens=budget_tokens,
-                before_batch=before_batch,
+                before_batch=before_each,
             )
         finally:
             reshard(run.raw_model)  # before anything changes its weights

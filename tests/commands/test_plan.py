@@ -98,6 +98,8 @@ def test_time_tokens_and_cost_in_closed_form():
         (["--train.eval_every_steps=10"], 150, 15 * 6144 + 30_000),
         (["--train.eval_tokens=1000"], 150, 3 * 1000 + 30_000),
         (["--train.eval_tokens=100000"], 150, 3 * 30_000),
+        (["--train.eval_tokens=1000", "--train.final_eval_tokens=5000"], 150, 3 * 1000 + 5000),
+        (["--train.eval_tokens=1000", "--train.final_eval_tokens=auto"], 20, 1000 + 0.15 * 20 * 4096),
     ],
 )
 def test_evaluation_costs_a_third_of_training_per_token(options, steps, tokens):

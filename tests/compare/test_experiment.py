@@ -49,7 +49,7 @@ def test_definition_expands_into_runs(definition, tmp_path):
     config = second.resolved.config
     assert (config.optim.learning_rate, config.optim.weight_decay, config.optim.momentum) == (0.01, 0.1, 0.9)
     assert (config.train.max_steps, config.train.eval_every_steps, config.train.mixed_precision) == (20, 5, "no")
-    assert config.optim.betas == (0.9, 0.99)
+    assert config.optim.betas == (0.9, 0.99) and config.train.final_eval_tokens is None
     assert (adamw.resolved.config.run.seed, adamw.resolved.config.optim.learning_rate) == (1, 0.004)
     assert adamw.resolved.config.optim.embedding_learning_rate is None
 

@@ -630,7 +630,7 @@ def test_rates_far_below_the_usual_are_raised_to_it_and_tiny_batches_enlarged():
 
 
 def timed_evaluations(seconds: list[float], tokens: int = 20_000, last: bool = False, **settings: Any) -> list[Finding]:
-    """Return the findings of a run with an evaluation each 100 steps of 0.1 s. last: the last one is on all tokens."""
+    """Return the findings of a run with an evaluation each 100 steps of 0.1 s. last: the last one reads more tokens."""
     rows, spent = log(range(1, 1 + 100 * len(seconds)))[9::10], 0.0
     for number, (row, each) in enumerate(zip(rows, seconds, strict=True), 1):
         spent += each
@@ -652,8 +652,8 @@ def test_costly_evaluations_read_too_many_tokens_or_are_too_frequent():
     assert finding.fix == {"train.eval_every_steps": 4000}
 
 
-def test_a_last_evaluation_that_takes_as_long_as_the_run_names_the_split():
-    assert timed_evaluations([0.5] * 40 + [70.0], last=True) == [], "the whole part at the end happens once"
-    (finding,) = timed_evaluations([0.5] * 9 + [100.0], last=True, data__val_fraction=0.2)
-    assert "on all 20,000 validation tokens, took 100 s and the steps 100 s (100%)" in finding.saw
-    assert finding.fix == {"data.val_fraction": 0.01}
+def test_a_last_evaluation_that_takes_as_long_as_the_run_gets_a_budget():
+    assert timed_evaluations([0.5] * 40 + [70.0], last=True) == [], "more text at the end is read once"
+    (finding,) = timed_evaluations([0.5] * 9 + [100.0], last=True)
+    assert "on 20,000 validation tokens, took 100 s and the steps 100 s (100%)" in finding.saw
+    assert finding.fix == {"train.final_eval_tokens": 1000}

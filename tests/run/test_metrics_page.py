@@ -23,7 +23,7 @@ def test_run_writes_the_columns_and_events_of_the_page(run, tiny_run, tmp_path, 
     export_model(*build_tiny(), tmp_path / "weights", "")
     weights = {"model__init_from": tmp_path / "weights", "data__old_text": corpus_file}
     golf = {"golf__forecast_every_steps": 3, "golf__budget_bytes": 40_000, "golf__qat_fraction": 0.2}
-    subset = {"data__val_fraction": 0.5, "train__eval_tokens": 9000}
+    subset = {"data__val_fraction": 0.5, "train__eval_tokens": 9000, "train__final_eval_tokens": "null"}
     folder = run(tiny_run(optim__ema_decay=0.9, **subset, **golf, **weights))
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     rows = [line for line in lines if "event" not in line]

@@ -39,7 +39,7 @@ EXEMPT = {
     r"\._on_switch\.self\.": "the progress bar: this session, the last row",
     r"optimizer\.state_dict\['param_groups'\]": "the schedule sets the rates before each update",
     r"\bclock\._batches$": "how often evaluations ask for a stop",
-    r"^run\.full_evaluations": "what is missing at the end is evaluated again",
+    r"^run\.final_evaluations": "what is missing at the end is evaluated again",
     r"\.tokens\.(train|val)\._places\b": "how the file is read, worked out by the first read",
     r"\._rounding\b": "made from the grid in the state when it is needed",
     r"\._metrics\.": "the rows so far, for the report; those of the file are compared",

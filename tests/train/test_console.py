@@ -155,6 +155,47 @@ def test_bar_counts_the_minutes_that_end_a_run(monkeypatch):
         assert drawn.startswith("step 5 |") and drawn.endswith("| 1:10 left")
 
 
+@pytest.mark.parametrize(("limit", "minutes", "seconds"), [(60, math.inf, 58 + 30), (math.inf, 2.0, 118 + 20)])
+def test_the_expected_end_includes_evaluations_but_that_of_the_last_step_takes_no_minutes(
+    monkeypatch, limit, minutes, seconds
+):
+    """All of them take as long as 30 steps, those at the last step as 20; a step takes a second, the first one five."""
+    terminal = on_terminal(monkeypatch)
+    with Console() as console:
+        console.open()
+        console.begin(limit, 60 * minutes, 1024, 4096, lambda last_step: (30.0, 20.0))
+        console.step(1, 5.0)
+        console.step(2, 1005.0 if limit == 60 else 2.0, evaluating=999.0 if limit == 60 else -4.0)
+        assert terminal.drawn()[-1].endswith(f"| {seconds // 60}:{seconds % 60:02} left")
+
+
+def test_an_evaluation_shows_how_far_it_is(monkeypatch, capsys):
+    clock = iter(range(0, 10**6, 20))
+    monkeypatch.setattr(console_module, "perf_counter", lambda: float(next(clock)))
+    start_log(is_main_process=True, is_verbose=False)
+    with Console() as console:  # no terminal: a line every half a minute
+        for batch in range(6):
+            console.progress(batch / 6)
+    assert capsys.readouterr().out.splitlines() == [
+        "evaluating 33%, about 1 min 20 s left",
+        "evaluating 67%, about 40 s left",
+    ]
+    terminal = on_terminal(monkeypatch)
+    with Console() as console:
+        console.open()
+        console.begin(60, math.inf, 1024, 4096)
+        for step in (59, 60):
+            console.step(step, float(step))
+        console.switch("evaluate")
+        console.progress(0)
+        terminal.drawn()
+        console.progress(0.25)
+        assert terminal.drawn()[-1].endswith("| 1:00 left  evaluating 25%")
+        console.switch("other")
+        console.step(60, 70.0)
+        assert terminal.drawn()[-1].endswith("| 0:00 left")
+
+
 def test_bar_has_room_in_a_terminal_of_80_columns(monkeypatch):
     terminal = on_terminal(monkeypatch)
     with Console() as console:

@@ -364,6 +364,24 @@ def test_the_old_text_is_watched_and_changes_nothing_else(run, tiny_run, from_we
         assert found == pytest.approx({row["step"]: row[column] for row in (start, *evaluated)}, rel=1e-6)
 
 
+@pytest.mark.parametrize("limit", [{}, {"train__patience_evals": 1}, {"train__max_minutes": 5}])
+def test_the_evaluations_before_the_first_step_and_after_the_last_read_the_same(
+    run, from_weights, exported, corpus_file, tmp_path, monkeypatch, limit
+):
+    """Of 60,000 tokens in pieces of 8,200: 5 % of the compute as planned, or train.eval_tokens if minutes limit it."""
+    worse = iter(range(1, 99))
+    monkeypatch.setattr(validation.Evaluation, "loss", property(lambda self: float(next(worse))))
+    (tmp_path / "val.txt").write_bytes((2 * corpus_file.read_bytes())[:60_000])
+    options = {"data__val_files": f"[{tmp_path / 'val.txt'}]", "train__eval_tokens": 9000, "train__eval_every_steps": 1}
+    options |= {"batch__tokens_per_step": 32_768, "train__max_steps": 4}
+    folder = run(from_weights(exported(), **options, **limit))
+    summary = json.loads((folder / "summary.json").read_text())
+    start = summary["init_from"]
+    assert start["val_tokens"] == summary["val_tokens"] and start["val_bytes"] == summary["val_bytes"]
+    assert (summary["val_tokens"] > 9000) == ("train__max_minutes" not in limit)
+    assert summary["steps"] == (2 if "train__patience_evals" in limit else 4)
+
+
 @pytest.mark.slow
 def test_a_stop_before_the_first_step_starts_over(run, from_weights, exported, monkeypatch):
     real, weights = validation.evaluate_loss, exported()

@@ -22,6 +22,7 @@ from hfgolf.config.parse import load_config
 from hfgolf.system import hardware
 from hfgolf.system.errors import UserError
 from hfgolf.train import loop, setup, validation
+from hfgolf.train.console import show_log
 from hfgolf.train.loop import due
 
 ROOT = Path(__file__).parents[2]
@@ -215,6 +216,7 @@ def test_best_checkpoint_is_retained_and_exported(run, tiny_run, validation_loss
 @pytest.mark.parametrize("ema", [{}, {"optim__ema_decay": 0.9, "optim__ema_export": "true"}])
 def test_only_the_last_evaluation_reads_all_tokens(run, tiny_run, ema):
     options = {"data__val_fraction": 0.5, "train__eval_tokens": 9000, "train__eval_every_steps": 1}
+    options["train__final_eval_tokens"] = "null"
     folder = run(tiny_run(**options, **ema, train__max_steps=2))
     first, last = (row for row in rows(folder) if row["val_loss"] is not None)
     summary = json.loads((folder / "summary.json").read_text())
@@ -243,7 +245,8 @@ def test_the_step_is_judged_by_the_tokens_of_the_evaluations_before(run, tiny_ru
         return dataclasses.replace(evaluation, nats=evaluation.nats * factor)
 
     monkeypatch.setattr(validation, "evaluate_loss", evaluated)
-    options = {"train__eval_tokens": 9000, "train__eval_every_steps": 1, "data__val_fraction": 0.5}
+    options = {"train__eval_tokens": 9000, "train__final_eval_tokens": "null", "train__eval_every_steps": 1}
+    options["data__val_fraction"] = 0.5
     folder = run(tiny_run(**options, train__max_steps=3))
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["step"] == 1
@@ -253,11 +256,64 @@ def test_the_step_is_judged_by_the_tokens_of_the_evaluations_before(run, tiny_ru
 
 def test_an_early_stop_is_the_last_evaluation_too(run, tiny_run, validation_losses):
     validation_losses([2.0, 2.5])
-    options = {"train__eval_tokens": 9000, "train__eval_every_steps": 1, "data__val_fraction": 0.5}
+    options = {"train__eval_tokens": 9000, "train__final_eval_tokens": "null", "train__eval_every_steps": 1}
+    options["data__val_fraction"] = 0.5
     folder = run(tiny_run(**options, train__patience_evals=1, train__max_steps=9))
     evaluated_rows = [row for row in rows(folder) if row["val_loss"] is not None]
     assert [row["step"] for row in evaluated_rows] == [1, 2]
     assert ["subset_val_loss" in row for row in evaluated_rows] == [False, True]
+
+
+@pytest.fixture
+def long_validation(tmp_path, corpus_file):
+    """Options of runs of 2 steps, or 4 of half as many tokens, with 60,000 validation tokens in pieces of 8,200."""
+    (tmp_path / "val.txt").write_bytes((2 * corpus_file.read_bytes())[:60_000])
+    options = {"data__val_files": f"[{tmp_path / 'val.txt'}]", "train__eval_tokens": 9000, "train__eval_every_steps": 1}
+    return options | {"batch__tokens_per_step": 65_536, "train__max_steps": 2, "schedule__name": "constant"}
+
+
+@pytest.mark.parametrize(
+    ("options", "budget"),
+    [
+        ({}, 0.15 * 2 * 65_536),
+        ({"optim__ema_decay": 0.9}, 0.15 * 65_536),
+        ({"batch__tokens_per_step": 256}, 9000),
+        ({"train__final_eval_tokens": 40_000}, 40_000),
+    ],
+    ids=["5 % of the compute", "in two passes", "as many as any other", "a number"],
+)
+def test_the_last_evaluation_has_a_budget_and_says_what_it_read(
+    run, tiny_run, long_validation, options, budget, capsys
+):
+    show_log(is_main_process=True)
+    folder = run(tiny_run(**long_validation | options))
+    first, last = (row for row in rows(folder) if row["val_loss"] is not None)
+    summary = json.loads((folder / "summary.json").read_text())
+    read = summary["val_tokens"]
+    assert first["val_tokens"] == last.get("subset_val_tokens", read) <= read == last["val_tokens"] <= budget
+    assert read > budget - 8500, "a piece of text is read whole or not at all"
+    share = summary["val_share_read"]
+    assert share == last["val_share_read"] == pytest.approx(read / 60_000, rel=0.02)
+    said = capsys.readouterr().out
+    assert f"first {share:.0%} of the validation set, {read:,} tokens" in said
+    assert (f"; {read:,} at the last step" in said) == (read > first["val_tokens"])
+    shown = (folder / "report.html").read_text(encoding="utf-8")
+    assert f"on the first {read:,} validation tokens" in shown and f"{share:.0%} of them" in shown
+
+
+def test_the_last_evaluation_of_a_resumed_or_rebuilt_run_reads_what_that_of_a_straight_one_does(
+    run, tiny_run, long_validation
+):
+    options = long_validation | {"batch__tokens_per_step": 32_768, "train__max_steps": 4}
+    straight = json.loads((run(tiny_run(**options)) / "summary.json").read_text())
+    resumed = tiny_run(**options, run__name="resumed")
+    folder = run([*resumed, "--train.max_steps=2"])
+    assert json.loads((folder / "summary.json").read_text())["val_tokens"] < straight["val_tokens"]
+    for resume in ("latest", "auto"):
+        run([*resumed, f"--train.resume={resume}"])
+        found = json.loads((folder / "summary.json").read_text())
+        assert all(found[key] == straight[key] for key in ("step", "val_loss", "val_tokens", "val_share_read"))
+        (folder / "summary.json").unlink()
 
 
 def test_full_evaluation_is_not_repeated_at_the_end(run, tiny_run, monkeypatch):
