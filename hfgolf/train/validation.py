@@ -83,7 +83,9 @@ def describe_validation(run: Run) -> str:
     share = each * config.eval_passes / (3 * per_step * every)
     tokens = f"all {whole:,} tokens" if each == whole else f"{each:,} of {whole:,} tokens"
     at_the_end = ""
-    if config.train.max_minutes and config.train.final_eval_tokens == "auto" and each < whole and not run.init_from:
+    if each == whole:
+        pass
+    elif config.train.max_minutes and config.train.final_eval_tokens == "auto" and not run.init_from:
         at_the_end = "; at the last step, as many as take 5% of all compute"
     elif (final := evaluation_extent(val, final_budget(run, run.step_limit))[0]) > each:
         at_the_end = f"; {'all of them' if final == whole else f'{final:,}'} at the last step"
