@@ -26,7 +26,7 @@ NUMBERS = {
     "generate.py": "--max_new_tokens --temperature* --top_k* --top_p --num_samples --seed*",
     "ladder.py": "--repetitions --losses",
     "make_report.py": "--price_per_hour*",
-    "plan.py": "--tokens_per_second --dollars --minutes --price_per_hour",
+    "plan.py": "--tokens_per_second",
     "profile_step.py": "--steps",
     "show_schedule.py": "--seconds_per_step",
     "verify_resume.py": "--steps --kills* --kill_seed* --num_processes",
@@ -113,9 +113,10 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
     "plan.py": (
         OF_A_CONFIG,
         {
-            "--dollars 15": "--dollars: the price is not known; set --price_per_hour.",
-            "--minutes nan": "--minutes: nan is out of range; allowed: 1e-06 to 1e+12.",
-            "--minutes 1 --tokens_per_second 1": "--minutes 1: 60 s is too short for one step of 256 tokens",
+            "--dollars 15": "--dollars: the price is not known; add --run.price_per_hour",
+            "--price_per_hour 3": "--price_per_hour: is now --run.price_per_hour.",
+            "--minutes nan": "train.max_minutes: 'nan' is not allowed; allowed: a number above 0",
+            "--minutes 1 --tokens_per_second 1": "train.max_minutes: 60 s is too short for one step of 256 tokens",
             "--device abacus": "--device: abacus is not in the table; known: B300, ",
             "--device H100 --measure": "--measure: is gone; hfgolf profile measures the speed",
             "--batch.micro_batch_size 3": "batch.tokens_per_step: 256 is not a multiple of micro-batches of 3",

@@ -1,8 +1,8 @@
 """Plan a run before starting it: hfgolf plan --config small
 
 Prints the model's parameters and FLOPs, the memory that training needs and whether it fits, steps, tokens, time and
-cost. With a budget (--dollars, --minutes), also prints how many steps and tokens it pays for.
-Trains nothing.
+cost. With --minutes or --dollars, also how many steps and tokens they pay for, and of a text without a config what
+training would choose, after a few timed steps. Trains nothing.
 """
 
 from __future__ import annotations
@@ -45,17 +45,12 @@ def main() -> None:
         type=within(1e-6, 1e12),
         help="speed of all processes together, as in a log line or from hfgolf profile (default: 0.4 of the peak)",
     )
-    parser.add_argument("--dollars", type=within(1e-6, 1e12), help="budget in dollars; needs a price")
-    parser.add_argument("--minutes", type=within(1e-6, 1e12), help="budget in minutes")
-    parser.add_argument(
-        "--price_per_hour",
-        type=within(1e-6, 1e12),
-        help="dollars per hour for the whole machine (default: run.price_per_hour)",
-    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, run_options = parser.parse_known_args()
     for option in {"--measure", "--mfu"}.intersection(text.partition("=")[0] for text in run_options):
         raise UserError(f"{option}: is gone; hfgolf profile measures the speed: give it as --tokens_per_second.")
+    if any(text.partition("=")[0] == "--price_per_hour" for text in run_options):
+        raise UserError("--price_per_hour: is now --run.price_per_hour.")
     resolved = load_config(run_options)
 
     from hfgolf.commands.needs import (
@@ -66,21 +61,24 @@ def main() -> None:
         meta_model,
         run_length,
     )
+    from hfgolf.train.autopilot import choose, is_open
     from hfgolf.train.console import show_log
     from hfgolf.train.init_from import take_architecture
+    from hfgolf.train.process import processes as accelerate_processes
 
     show_log(is_main_process=False)  # warnings only
     resolved = take_architecture(resolved)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     config, machine = find_machine(resolved, options.device, processes)
-    price = options.price_per_hour or config.run.price_per_hour
-    budgets = []  # (seconds it pays for, what was stated)
-    if options.dollars is not None:
-        if not price:
-            raise UserError("--dollars: the price is not known; set --price_per_hour.")
-        budgets.append((3600 * options.dollars / price, f"--dollars {options.dollars:g} at {price:g} per hour"))
-    if options.minutes is not None:
-        budgets.append((60 * options.minutes, f"--minutes {options.minutes:g}"))
+    if is_open(resolved):
+        if options.device:
+            raise UserError(
+                "--device: shapes are chosen by steps that are timed here; leave it out, or add a --config."
+            )
+        chosen, lines = choose(ResolvedConfig(config, resolved.sources), accelerate_processes().device, processes)
+        config = config.replace(**chosen)
+        print("\n".join([*lines, ""]))
+    price, minutes = config.run.price_per_hour, config.train.max_minutes
     data = count_tokens(config)
     needs = find_needs(config, meta_model(config, data.vocabulary, machine.device), machine)
     assumed = assumed_speed(needs.flops, machine, config.model.gradient_checkpointing)
@@ -89,11 +87,10 @@ def main() -> None:
     steps, note = planned_steps(config, data, speed)
     length = None if steps is None else run_length(config, data, speed, steps, price)
     affordable = None
-    if budgets:
-        seconds, stated = min(budgets)
+    if minutes is not None and resolved.sources["train.max_minutes"] == "command line":
         if needs.largest_micro_batch is None:
-            raise UserError(f"{stated}: {needs.problem}")
-        steps = affordable_steps(config, data, speed, seconds, stated)
+            raise UserError(f"train.max_minutes: {needs.problem}")
+        steps = affordable_steps(config, data, speed, 60 * minutes, "train.max_minutes")
         affordable = run_length(config, data, speed, steps, price)
     if os.environ.get("RANK", "0") != "0":
         return
@@ -108,14 +105,15 @@ def main() -> None:
     print("\n".join(describe_needs(config, needs, data, machine)))
     print(f"speed: {speed:,.0f} tokens/s ({source})")
     print("\n".join(describe_length(length, sum(needs.parameters.values()), price, note)))
-    if affordable is not None:
+    if affordable is not None and minutes is not None:
         epochs = "" if affordable.epochs is None else f", {affordable.epochs:.3g} epochs"
         paid = f"{affordable.steps:,} steps, {affordable.tokens:,} tokens{epochs}"
-        fit = ""
-        if length is not None:
+        fit, limit = "", config.train.max_steps
+        if limit is not None:
             over = f" do not fit, but --train.max_steps {affordable.steps} does"
-            fit = f"; the config's {length.steps:,} steps{over if length.steps > affordable.steps else ' fit'}"
-        print(f"\nbudget: {stated} ({duration(seconds)}) pays for {paid}{fit}")
+            fit = f"; the config's {limit:,} steps{over if limit > affordable.steps else ' fit'}"
+        money = "" if price is None else f", ${minutes / 60 * price:,.2f} at ${price:g} per hour,"
+        print(f"\nbudget: {minutes:g} minutes{money} pay for {paid}{fit}")
 
 
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:

@@ -7,7 +7,6 @@ person states is kept. Does not know checkpoints: a run that resumes keeps what 
 from __future__ import annotations
 
 import itertools
-import logging
 import lzma
 import math
 import statistics
@@ -35,7 +34,6 @@ from hfgolf.train.build import build_model
 from hfgolf.train.decisions import free_bytes
 from hfgolf.train.law import Shape, Text, bits_per_byte, heads_of, layers_of, rates_of, tokens_per_step_of
 
-logger = logging.getLogger(__name__)
 WIDTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)
 VOCABULARIES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 DROPOUTS = (0.0, 0.1, 0.2, 0.3)
@@ -98,8 +96,8 @@ def is_open(said: ResolvedConfig) -> bool:
     return any(said.sources.get(key) == "auto" for key in AUTOPILOT if key != "tokenizer.kind")
 
 
-def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> dict[str, Any]:
-    """Return {section__key: value} of the open keys, and say what was chosen and what else there was.
+def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> tuple[dict[str, Any], list[str]]:
+    """Return {section__key: value} of the open keys, and lines that say what was chosen and what else there was.
 
     said: the config, with its precision decided, in which these keys hold no choice yet. All ranks call it, and each
     times the same steps. Raises UserError if the text is not read as text, or if no shape fits into the free memory.
@@ -130,8 +128,7 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> di
     for name, times in (("half the minutes", 0.5), ("twice the minutes", 2)):
         longer = config.replace(train__max_minutes=times * minutes)
         others[name] = _best(_choices(longer, open_keys, text, speed, num_processes))
-    _announce(best, others)
-    return _values(best, open_keys)
+    return _values(best, open_keys), _described(best, others)
 
 
 def _best(choices: Iterable[Choice]) -> Choice:
@@ -270,8 +267,8 @@ def _median_seconds(work: Callable[[], None], device: torch.device) -> float:
     return statistics.median(seconds[1:])
 
 
-def _announce(best: Choice, others: Mapping[str, Choice]) -> None:
-    """Say in three lines what was chosen, what the law expects of it, and what else there was.
+def _described(best: Choice, others: Mapping[str, Choice]) -> list[str]:
+    """Return three lines: what was chosen, with what the law expects of it; what else there was; how to change it.
 
     others: {what is different: the best choice with it}.
     """
@@ -279,12 +276,12 @@ def _announce(best: Choice, others: Mapping[str, Choice]) -> None:
     what = f"{count_of(shape.layers, 'layer')} of width {shape.width}, {_vocabulary(shape)}"
     what += f", dropout {shape.dropout:g}" if shape.dropout else ""
     length = f"{rounded(best.tokens)} tokens" + ("" if best.is_whole else ", which is all that this text is good for")
-    logger.info("%s", labeled("chosen", f"{what}; expected: {best.bits_per_byte:.3f} bits per byte after {length}"))
     found = (f"{name} {other.bits_per_byte - best.bits_per_byte:+.3f}" for name, other in others.items())
-    logger.info("%s", labeled("instead", f"{', '.join(found)} bits per byte"))
-    logger.info(
-        "%s", labeled("yours", "any key that you state stays, such as --model.hidden_size; config.yaml has all")
-    )
+    return [
+        labeled("chosen", f"{what}; expected: {best.bits_per_byte:.3f} bits per byte after {length}"),
+        labeled("instead", f"{', '.join(found)} bits per byte"),
+        labeled("yours", "any key that you state stays, such as --model.hidden_size; config.yaml has all"),
+    ]
 
 
 def _vocabulary(shape: Shape) -> str:

@@ -98,7 +98,10 @@ def set_up(
         decisions = _decide(said, origin)
         accelerator = _set_up_process(decisions)
         if is_open(decisions):
-            chosen = choose(decisions, accelerator.device, accelerator.num_processes)
+            console.now("timing steps")
+            chosen, lines = choose(decisions, accelerator.device, accelerator.num_processes)
+            for line in lines:
+                logger.info("%s", line)
             decisions = _decide(said.resolve("auto", **chosen), origin)
         tokens = _load_tokens(decisions.config, origin)
         run = _build(decisions, accelerator, tokens, folder, origin, stopwatch, hooks or Hooks())

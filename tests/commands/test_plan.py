@@ -238,17 +238,26 @@ def test_text_and_json_output_agree(script, tiny_run):
 
 def test_script_plans_for_a_budget(script, tiny_run):
     options = [*tiny_run(train__eval_every_steps=10**6), "--tokens_per_second", 256]
-    options += ["--dollars", 1, "--price_per_hour", 6]
-    by_money = numbers(script(*options, "--json"))["budget"]
+    dollars = ["--dollars", 1, "--run.price_per_hour", 6]
+    by_money = numbers(script(*options, *dollars, "--json"))["budget"]
     evaluating = by_money["evaluation_seconds"]
     assert by_money["steps"] == by_money["seconds"] == int(600 - evaluating) > 400
     assert by_money["dollars"] <= 1
     assert numbers(script(*options, "--minutes", 9, "--json"))["budget"]["steps"] < by_money["steps"]
-    said = script(*options, "--minutes", 11)
-    assert f"budget: --dollars 1 at 6 per hour (10 min 00 s) pays for {by_money['steps']} steps" in said
+    said = script(*options, *dollars)
+    assert f"budget: 10 minutes, $1.00 at $6 per hour, pay for {by_money['steps']} steps" in said
     assert "; the config's 6 steps fit" in said
     too_long = script(*options, "--train.max_steps", 1000, "--minutes", 1)
     assert "; the config's 1,000 steps do not fit, but --train.max_steps " in too_long
+
+
+def test_script_plans_what_training_would_choose(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    (tmp_path / "my.txt").write_text(" ".join(str(number) for number in range(30_000)))
+    said = script(tmp_path / "my.txt", "--minutes", 0.5, "--model.hidden_size", 64)
+    assert (
+        said.startswith("chosen   2 layers of width 64") and "\nmy: " in said and "budget: 0.5 minutes pay for" in said
+    )
 
 
 def test_script_plans_for_an_absent_gpu(script, tiny_run):
@@ -259,8 +268,10 @@ def test_script_plans_for_an_absent_gpu(script, tiny_run):
     assert numbers(script(*tiny_run(train__mixed_precision="null"), "--device", "T4", "--json"))["precision"] == "fp16"
 
 
-def test_max_minutes_and_max_tokens_limit_the_steps(script, tiny_run):
-    by_clock = numbers(script(*tiny_run(train__max_minutes=1), "--tokens_per_second", 256 / 30, "--json"))
+def test_max_minutes_and_max_tokens_limit_the_steps(script, tiny_run, tmp_path):
+    (tmp_path / "minute.yaml").write_text("train: {max_minutes: 1}")
+    options = ["--config", tmp_path / "minute.yaml", *tiny_run()]
+    by_clock = numbers(script(*options, "--tokens_per_second", 256 / 30, "--json"))
     assert by_clock["length"]["steps"] == 2
     by_epochs = script(*tiny_run(train__max_epochs=0.01), "--json")
     tokens = numbers(by_epochs)["data"]["train_tokens"]
