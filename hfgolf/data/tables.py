@@ -96,18 +96,21 @@ def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row
     """
     others: dict[str, None] = {}
     is_found = False
-    for row, (line, value) in enumerate(_unwrapped(iter(_JsonObjects(blocks, path)), path, column)):
-        steps = column.find(value)
-        is_found |= steps is not None
-        if not is_found:
-            others |= dict.fromkeys(value)
-            if row == _ROWS_WITHOUT_COLUMN:
-                break
-        if steps is None:
-            yield line, None, []
-        else:
-            names = column.wanted(value, path)
-            yield line, column.value(names, [value[name] for name in names]), steps[1:]
+    try:
+        for row, (line, value) in enumerate(_unwrapped(iter(_JsonObjects(blocks, path)), path, column)):
+            steps = column.find(value)
+            is_found |= steps is not None
+            if not is_found:
+                others |= dict.fromkeys(value)
+                if row == _ROWS_WITHOUT_COLUMN:
+                    break
+            if steps is None:
+                yield line, None, []
+            else:
+                names = column.wanted(value, path)
+                yield line, column.value(names, [value[name] for name in names]), steps[1:]
+    except UserError as error:
+        raise error if is_found else NoColumnError(str(error)) from error
     if others and not is_found:
         column.steps(others, path)
 
