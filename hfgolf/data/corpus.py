@@ -20,7 +20,7 @@ import pyarrow as pa
 from hfgolf.config.sections import DataSection
 from hfgolf.data.cache_folder import cache_folder, file_hashes, file_state
 from hfgolf.data.documents import Document, content_column, hub_revision, read_file, read_hub
-from hfgolf.data.files import ARCHIVES, KNOWN, SourceFile, log_once, match_files, named_files, stdlib_files
+from hfgolf.data.files import ARCHIVES, KNOWN, SourceFile, log_once, match_files, named_files, stdlib_files, with_splits
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter, RowWriter
 from hfgolf.data.tables import TABLES
 from hfgolf.system.errors import UserError
@@ -176,7 +176,7 @@ def load_corpus(data: DataSection) -> Corpus:
 
     Raises UserError if nothing matches, a file is empty, or a Hub dataset cannot be reached.
     """
-    is_local = data.source in ("files", "shards")
+    is_local, data = data.source in ("files", "shards"), with_splits(data)
     files = stdlib_files() if data.source == "python_stdlib" else named_files(data) if is_local else []
     if _is_all_in_one_split(data, files):
         data = data.replace(split="contiguous")

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -54,6 +54,7 @@ TEXTS = (
 )
 """What counts as text in a folder or an archive. A file that is named itself may have any ending but NOT_TEXT's."""
 ARCHIVES = (".zip", ".tar")
+_VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
 KNOWN = (*TABLES, *TEXTS, *ARCHIVES)
 SHARDS = (".bin", ".npy", ".ds")
 NOT_TEXT = {
@@ -131,6 +132,45 @@ def stdlib_files() -> list[SourceFile]:
         subfolders[:] = [name for name in subfolders if name not in skipped]
         paths += [Path(folder, name) for name in fnmatch.filter(names, "*.py") if not name.startswith("_sysconfigdata")]
     return [SourceFile(name, root / name) for name in sorted(path.relative_to(root).as_posix() for path in paths)]
+
+
+def with_splits(data: DataSection) -> DataSection:
+    """Return `data` with the splits of each folder in it that holds a saved DatasetDict, instead of the folder.
+
+    Its `train` is for data.files. What it has for validation is for data.val_files, if nothing else is. Raises
+    UserError if it has no `train`.
+    """
+    if data.source != "files":
+        return data
+    files, val_files = [], [_saved_splits(name)[1] or name for name in data.val_files]
+    for name in data.files:
+        train, val = _saved_splits(name)
+        files.append(train or name)
+        if val and not data.val_files:
+            val_files.append(val)
+            log_once(f"data.files: {name}: {Path(val).name} validates")
+    return data.replace(files=files, val_files=val_files)
+
+
+def _saved_splits(name: str) -> tuple[str | None, str | None]:
+    """Return the folders of the splits that train and validate, if a folder holds a saved DatasetDict."""
+    folder = os.path.expanduser(name)
+    if not os.path.isfile(os.path.join(folder, "dataset_dict.json")):
+        return None, None
+    splits = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    names = {os.path.basename(path): path for path in splits}
+    train, val = train_and_validation(names, f"data.files: {folder}")
+    return names[train], None if val is None else names[val]
+
+
+def train_and_validation(splits: Collection[str], where: str) -> tuple[str, str | None]:
+    """Return which split of a dataset trains, and which one validates if there is one.
+
+    where: how an error begins, such as "data.files: folder". Raises UserError if no split is called train.
+    """
+    if "train" not in splits:
+        raise UserError(f"{where} has no split called train; name one of its own: {join_words(splits, ' or ')}.")
+    return "train", next((name for name in _VALIDATION_SPLITS if name in splits), None)
 
 
 def named_files(data: DataSection) -> list[SourceFile]:

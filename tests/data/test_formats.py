@@ -191,12 +191,35 @@ def test_saved_dataset_is_its_rows_in_order(tmp_path, train_on, num_shards):
     assert "state.json is damaged" in fails(train_on(saved), tmp_path)
 
 
-def test_saved_splits_are_named_one_by_one(tmp_path, files_config):
-    splits = {name: Dataset.from_dict({"text": [name] * 9}) for name in ("test", "train")}
-    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+@pytest.mark.parametrize(
+    ("splits", "val"),
+    [
+        (("test", "train"), "test"),
+        (("test", "train", "validation"), "validation"),
+        (("dev", "test", "train"), "dev"),
+    ],
+)
+def test_saved_splits_train_and_validate_by_themselves(tmp_path, write, files_config, splits, val, caplog):
+    DatasetDict({name: Dataset.from_dict({"text": [name] * 9}) for name in splits}).save_to_disk(tmp_path / "saved")
     folder = str(tmp_path / "saved")
-    assert f"name one of them: {folder}/test or {folder}/train." in fails(files_config(folder), tmp_path)
-    assert documents(files_config(f"{folder}/train", val_files=[f"{folder}/test"]), tmp_path) == ["train"] * 9
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        assert read(files_config(folder), tmp_path) == {"train": ["train"] * 9, "val": [val] * 9}
+    assert f"data.files: {folder}: {val} validates" in caplog.messages
+    named = files_config(f"{folder}/train", val_files=[f"{folder}/{val}"])
+    assert load_corpus(named).identity == load_corpus(files_config(folder)).identity
+    other = files_config(folder, val_files=[write("other.txt", "other")])
+    assert read(other, tmp_path) == {"train": ["train"] * 9, "val": ["other"]}
+    assert read(files_config(write("a.txt", "mine"), val_files=[folder]), tmp_path)["val"] == [val] * 9
+    assert "name one of them" in fails(files_config(str(tmp_path)), tmp_path), "in a folder of datasets"
+
+
+def test_saved_splits_without_validation_are_divided_and_without_train_refused(tmp_path, files_config):
+    for name in ("train", "first"):
+        DatasetDict({name: Dataset.from_dict({"text": ["a b"] * 40})}).save_to_disk(tmp_path / name)
+    found = read(files_config(str(tmp_path / "train")), tmp_path)
+    assert found["train"] and found["val"]
+    problem = f"{tmp_path / 'first'} has no split called train; name one of its own: first."
+    assert problem in fails(files_config(str(tmp_path / "first")), tmp_path)
 
 
 def tarred(members: dict[str, bytes | str], mode: str = "w", format: int = tarfile.PAX_FORMAT) -> bytes:
