@@ -32,7 +32,8 @@ from transformers import (
 from hfgolf.config.parse import ResolvedConfig, as_resolved, find_config, load_config, read_yaml, shipped_base
 from hfgolf.config.sections import DataSection, RunConfig
 from hfgolf.data.cache_folder import cache_folder
-from hfgolf.data.files import require_paths
+from hfgolf.data.files import require_paths, train_and_validation
+from hfgolf.data.tables import other_keys
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.hooks import standard_hooks
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -134,7 +135,8 @@ def fit(
     max_minutes, max_steps: when to end. One of them replaces both limits of the config.
     data, model, tokenizer, and sections: a section of the config as {key: value}; docs/config.md lists them. Or
     objects: as data a Dataset, a DataFrame or another table with a column `text` (or the data.text_column of config),
-    or one string per document; a PreTrainedModel, whose weights training starts from, with its tokenizer; then the
+    one string per document, or a dict of them (a DatasetDict), of which `train` trains and `validation` or `test`
+    validates; a PreTrainedModel, whose weights training starts from, with its tokenizer; then the
     rates and sizes are those of the shipped config finetune. They are copied to data.cache_dir, where resuming finds
     them.
     hooks: see `hfgolf.Hook`.
@@ -153,7 +155,12 @@ def fit(
     texts = _paths(files)
     known = _known(config) | stated
     if data is not None and (not isinstance(data, Mapping) or is_splits(data)):
-        texts.append(str(text_file(data, known)))
+        parts: Any = data
+        if is_splits(parts):
+            split, val = train_and_validation(parts, f"data: {type(data).__name__}")
+            stated |= {} if val is None else {"data.val_files": [str(text_file(parts[val], known))]}
+            parts = parts[split]
+        texts.append(str(text_file(parts, known)))
     if model is not None and not isinstance(model, Mapping):
         stated |= weights_folder(model, tokenizer, known)
     elif tokenizer is not None and not isinstance(tokenizer, Mapping):
@@ -330,7 +337,11 @@ def text_file(data: Any, stated: Mapping[str, Any]) -> Path:
         raise UserError(f"data: there is nothing in it; {_ALLOWED}.")
     if not {column, stated.get("data.messages_column"), stated.get("data.ids_column")} & {*data.column_names}:
         names = join_words(data.column_names, maximum=9) or "it has none"
-        raise UserError(f"data: there is no column {column}; rename one to it, or name it in a config ({names}).")
+        other = other_keys(data.column_names)
+        raise UserError(
+            f"data: there is no column {column}; rename one to it, or name it in a config as data.text_column{other}"
+            f" ({names})."
+        )
     digest = hashlib.sha256()
     for batch in data.with_format("arrow").iter(batch_size=1000):
         digest.update(repr([batch[name].to_pylist() for name in batch.column_names]).encode())
@@ -343,8 +354,6 @@ def _dataset(data: Any, column: str) -> Dataset:
     from datasets import Dataset, IterableDataset
 
     kind = type(data).__name__
-    if is_splits(data):
-        raise UserError(f"data: {kind} has {join_words(data)}; pass one of them, as in data[{next(iter(data))!r}].")
     if isinstance(data, str | bytes | os.PathLike) or hasattr(data, "read"):
         raise UserError(f"data: {shortened(data)} is one {kind}; pass paths as files, or a list of texts as data.")
     if isinstance(data, Mapping | Set | IterableDataset):
@@ -371,9 +380,9 @@ def _dataset(data: Any, column: str) -> Dataset:
 
 
 def is_splits(data: Any) -> bool:
-    """Return whether an object is a dict of tables, such as a DatasetDict."""
+    """Return whether an object is a dict of tables or lists of texts by split, such as a DatasetDict."""
     return isinstance(data, Mapping) and any(
-        hasattr(value, "column_names") or hasattr(value, "columns") for value in data.values()
+        name == "train" or hasattr(value, "column_names") or hasattr(value, "columns") for name, value in data.items()
     )
 
 

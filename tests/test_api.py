@@ -273,7 +273,9 @@ HAVE_NONE: dict[str, Any] = {
     "table of 61 columns": (pd.DataFrame({f"c{i}": ["a"] for i in range(61)}), r"no column text; .* \(c0, .*52 more\)"),
     "table without text that Arrow refuses": (pd.DataFrame({"a": [1, "b"]}), "DataFrame cannot be read"),
     "table with a lone surrogate": (pd.DataFrame({"text": ["a\udcff"]}, dtype=object), "surrogates not allowed"),
-    "DatasetDict": (DatasetDict(train=Dataset.from_dict(TABLE)), r"DatasetDict has train; pass one .* data\['train'\]"),
+    "DatasetDict": (DatasetDict(a=Dataset.from_dict(TABLE)), "DatasetDict has no split called train; name one .*: a"),
+    "splits of which one is no text": ({"train": TEXTS, "test": [5]}, "data: list cannot be read: item 0 is 5"),
+    "table of messages": (pd.DataFrame({"messages": [[]]}), "data.text_column; or data.messages_column to messages"),
     "stream": (Dataset.from_dict(TABLE).to_iterable_dataset(), "IterableDataset has no order or no known end"),
     "set": ({*TEXTS}, "set has no order"),
     "messages": ([{"role": "user", "content": "Hi."}], r"no column text; .* \(role, content\)"),
@@ -300,6 +302,20 @@ HAVE_NONE: dict[str, Any] = {
 def test_any_object_with_text_is_read_by_its_text(folder, resolved, kind):
     hfgolf.fit(data=HAVE_TEXT[kind](), max_steps=1)
     assert Dataset.from_parquet(resolved[0].config.data.files)["text"][:] == TEXTS
+
+
+SPLITS: dict[str, Any] = {
+    "DatasetDict": lambda: DatasetDict({name: Dataset.from_dict({"text": [name]}) for name in ("test", "train")}),
+    "dict of tables": lambda: {name: pd.DataFrame({"text": [name], "n": [1]}) for name in ("train", "test", "other")},
+    "dict of lists": lambda: {"test": ["test"], "train": ["train"]},
+}
+
+
+@pytest.mark.parametrize("kind", SPLITS)
+def test_splits_of_an_object_train_and_validate(folder, resolved, kind):
+    hfgolf.fit(data=SPLITS[kind](), max_steps=1)
+    data = resolved[0].config.data
+    assert [Dataset.from_parquet(files)["text"][:] for files in (data.files, data.val_files)] == [["train"], ["test"]]
 
 
 @pytest.mark.parametrize("kind", HAVE_NONE)

@@ -301,8 +301,8 @@ class DataSection(Section, frozen=True):
     (nanoGPT), as datatrove's .ds or as .npy. tokenizer.kind pretrained or byte says whose tokens they are."""
     files: Texts = []
     """Paths, folders, globs or URLs (http, hf, s3, ...); implies data.source files. Text files hold one document each;
-    jsonl, json, csv, tsv, parquet, arrow and folders of save_to_disk one per row. Also .gz, .bz2, .xz, .zst and .zip;
-    see docs/data.md."""
+    jsonl, json, csv, tsv, parquet, arrow and folders of save_to_disk one per row. Also .gz, .bz2, .xz, .zst, .zip and
+    .tar; see docs/data.md."""
     hub_name: Text | None = None
     """Hub dataset, such as roneneldan/TinyStories."""
     hub_config: Text | None = None

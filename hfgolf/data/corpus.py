@@ -21,11 +21,11 @@ import pyarrow as pa
 from hfgolf.config.sections import DataSection
 from hfgolf.data.cache_folder import cache_folder, file_hashes, file_state
 from hfgolf.data.documents import Document, content_column, hub_revision, read_file, read_hub
-from hfgolf.data.files import SourceFile, match_files, named_files, stdlib_files
+from hfgolf.data.files import ARCHIVES, KNOWN, SourceFile, log_once, match_files, named_files, stdlib_files, with_splits
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter, RowWriter
 from hfgolf.data.tables import TABLES
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import join_words
+from hfgolf.system.wording import count_of, join_words
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -65,6 +65,10 @@ class Corpus:
             raise UserError(f"data.{key} holds tokens, not text: what needs the text itself cannot use it.")
         is_cut = self.data.split == "contiguous" and not self.data.val_files
         pieces = self._write(folder, PieceWriter, self._cut_pieces if is_cut else self._add_pieces)
+        if not is_cut and not self.data.val_files and {*map(bool, map(len, pieces.values()))} == {True, False}:
+            logger.info("data: too few documents to divide by their names, so the end of the text validates")
+            del pieces  # it maps the files that are written again
+            pieces = self._write(folder, PieceWriter, self._cut_pieces)
         for split in SPLITS:
             self.require_text(split, len(pieces[split]))
         return pieces
@@ -149,12 +153,20 @@ class Corpus:
 
     def _documents(self, scratch: Path) -> Iterator[Document]:
         """Yield the documents in order, with their splits. scratch: a folder for files that must be unpacked first."""
+        skipped: list[str] = []
         if self.data.source == "hub":
             documents = read_hub(self.data)
         else:
-            documents = itertools.chain.from_iterable(read_file(file, self.data, scratch) for file in self.files)
+            read = (read_file(file, self.data, scratch, skipped) for file in self.files)
+            documents = itertools.chain.from_iterable(read)
         for name, split, content in itertools.islice(documents, self.data.max_documents):
             yield name, split or self.hashed_split(name), content
+        if skipped:
+            column = content_column(self.data)
+            names = (
+                f"{count_of(len(skipped), 'file')} without a column {column.name!r}: {join_words(skipped, maximum=3)}"
+            )
+            log_once(f"data.files: skipped {names}")
 
     def require_text(self, split: str, num_found: int) -> None:
         """Raise UserError if nothing was found in a split."""
@@ -171,9 +183,7 @@ class Corpus:
             reason += f", or data.max_documents {self.data.max_documents} ends before one"
         remedy = f"name other files in data.{'files' if split == 'train' else 'val_files'}"
         if not self.data.val_files:
-            remedies = [f"change data.val_fraction ({self.data.val_fraction})", "name data.val_files"]
-            remedies += ["set data.split contiguous"] if column.key == "text_column" else []
-            remedy = f"add text, {join_words(remedies, ' or ')}"
+            remedy = f"add text, change data.val_fraction ({self.data.val_fraction}) or name data.val_files"
         raise UserError(f"The {name} split of {where} is empty: {reason}; {remedy}.")
 
 
@@ -189,7 +199,7 @@ def load_corpus(data: DataSection) -> Corpus:
 
     Raises UserError if nothing matches, a file is empty, or a Hub dataset cannot be reached.
     """
-    is_local = data.source in ("files", "shards")
+    is_local, data = data.source in ("files", "shards"), with_splits(data)
     files = stdlib_files() if data.source == "python_stdlib" else named_files(data) if is_local else []
     if _is_all_in_one_split(data, files):
         data = data.replace(split="contiguous")
@@ -209,11 +219,16 @@ def load_corpus(data: DataSection) -> Corpus:
         hub = {key: getattr(data, key) for key in ("hub_name", "hub_config", "hub_split", "text_column")}
         return Corpus({**identity, **hub, "hub_revision": hub_revision(data)}, data)
     bytes_files = match_files(data, "val_bytes_files", "bytes")
-    if any(file.endings[0] in (*TABLES, ".zip") for file in files):
+    kinds = {file.endings[0] for file in files}
+    if kinds & {*TABLES, *ARCHIVES}:
         identity["text_column"] = data.text_column
+    if kinds & {*ARCHIVES}:
+        identity["member_kinds"] = " ".join(KNOWN)
+    if ".ipynb" in kinds:
+        identity["notebooks"] = "cells"  # older caches have their JSON
     if data.encoding is not None:
         identity["encoding"] = data.encoding
-    if any(file.endings[0] in (".csv", ".tsv") for file in files):
+    if kinds & {".csv", ".tsv"}:
         identity["csv_cells"] = "as written"  # older caches lack the texts that pandas takes for missing cells
     try:
         states = {file.path: file_state(file.path) for file in [*files, *bytes_files]}
@@ -240,7 +255,7 @@ def load_corpus(data: DataSection) -> Corpus:
 
 def _is_all_in_one_split(data: DataSection, files: Sequence[SourceFile]) -> bool:
     """Return whether these are text files, one document each, that the hashes of their names do not divide."""
-    has_tables = any(file.endings[0] in (*TABLES, ".zip") for file in files)
+    has_tables = any(file.endings[0] in (*TABLES, *ARCHIVES) for file in files)
     if data.source != "files" or data.val_files or has_tables or data.ids_column or data.messages_column:
         return False
     unread = Corpus({}, data)

@@ -1,112 +1,130 @@
 """Documents: the text, the token ids or the messages in one file, or in a dataset of the Hub.
 
-Owns formats and compressions, and what a value may be. Does not know which files there are, nor templates or tokens.
-fsspec does not decompress here, because its zstd takes a truncated file (it read 262,144 of 600,000 bytes).
+Owns formats and encodings, and what a value may be. Does not know which files there are, nor templates or tokens.
 """
 
 from __future__ import annotations
 
-import bz2
 import codecs
 import errno
 import glob
-import gzip
-import lzma
+import json
 import os
 import re
 import shutil
 import tempfile
-import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-
 from hfgolf.config.sections import DataSection
-from hfgolf.data.files import TEXTS, SourceFile, is_utf8, log_skipped, marked_encoding, not_text, require_text
-from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Answer, Column, Row, row_name
+from hfgolf.data.archives import DECOMPRESSED, Opener, members_of, unreadable
+from hfgolf.data.files import ARCHIVES, TEXTS, SourceFile, is_utf8, log_skipped, marked_encoding, not_text, require_text
+from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Answer, Column, NoColumnError, Row, row_name
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import first_line, join_words, shortened
+from hfgolf.system.wording import first_line, join_words, one_line, shortened
 
 Document = tuple[str, str | None, Any]
 """Its name, the same on every machine; its split if that is fixed; its blocks of text, token ids or messages."""
 Messages = list[dict[str, Any]]
 """A conversation: [{"role": str, "content": str}, ...], with "weight": 0 in a turn that the loss leaves out."""
-Opener = Callable[[], Any]
 
 BLOCK_BYTES = 1 << 20
 _ROWS_PER_BATCH = 1000  # of the Hub's
-_DECOMPRESSED: dict[str, Callable[[Any], Any]] = {
-    "": lambda file: file,
-    ".gz": gzip.open,
-    ".bz2": bz2.open,
-    ".xz": lzma.open,
-    # zstandard's own reader accepts a truncated frame, and reads only the first of several frames
-    ".zst": lambda file: pa.input_stream(file, compression="zstd"),
-}
 _ROLES = {
     **{role: role for role in ("system", "user", "assistant")},
     "developer": "system",
     **dict.fromkeys(("human", "prompter"), "user"),
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
 }
+_MEMBERS = (*TABLES, *TEXTS)
 _ABSENT: tuple[object, ...] = (None, "", [], {})
 """Values of fields that a table has because other rows fill them."""
 
 
-def read_file(file: SourceFile, data: DataSection, scratch: Path) -> Iterator[Document]:
+def read_file(file: SourceFile, data: DataSection, scratch: Path, skipped: list[str]) -> Iterator[Document]:
     """Yield the documents of a file, in order. Raises UserError if it cannot be read.
 
-    scratch: a folder for files that must be decompressed first.
+    scratch: a folder for files that must be decompressed first. skipped: gets the names of optional tables that do not
+    have the column.
     """
     if data.source == "python_stdlib":
         text = file.path.read_bytes()
         if text and is_utf8(text):  # a few have other encodings
             yield file.name, None, (text.decode(),)
-    elif file.endings[0] == ".zip":
-        yield from _read_archive(file, data, scratch)
+    elif file.endings[0] in ARCHIVES:
+        yield from _read_archive(file, data, scratch, skipped)
     else:
-        yield from _read(file, partial(open, file.path, "rb"), data, scratch)
+        yield from _read(file, partial(open, file.path, "rb"), data, scratch, skipped)
 
 
-def _read_archive(file: SourceFile, data: DataSection, scratch: Path) -> Iterator[Document]:
-    """Yield the documents of a zip archive's members of a known kind, or of its only member whatever its name."""
-    try:
-        archive = zipfile.ZipFile(file.path)
-    except (OSError, zipfile.BadZipFile) as error:
-        raise _unreadable(file, error) from error
-    with archive:
-        entries = {
-            SourceFile(f"{file.name}/{entry.filename}", file.path / entry.filename, file.split): entry
-            for entry in archive.infolist()
-            if entry.file_size and not re.search(r"(^|/)(\.|__MACOSX/)", entry.filename)
-        }
-        known = (*TABLES, *TEXTS)
-        used = {member: entry for member, entry in entries.items() if len(entries) == 1 or member.endings[0] in known}
-        if not used:
-            raise UserError(f"{file.path} holds no file of a known kind ({' '.join(known)}); unpack it.")
-        skipped = [entry.filename for member, entry in entries.items() if member not in used]
-        log_skipped("data.files", str(file.path), len(used), {"other kind": skipped})
-        for member, entry in used.items():
+def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: list[str]) -> Iterator[Document]:
+    """Yield the documents of an archive's members of a known kind, or of its only member whatever its name.
+
+    Nothing is unpacked by its name. Of a name that appears twice, the last member counts.
+    """
+    names = [name for name, _ in members_of(file)]
+    last = {name: number for number, name in enumerate(names) if not re.search(r"^$|(^|/)(\.|__MACOSX/)", name)}
+    used: dict[int, SourceFile] = {}
+    for name, number in last.items():
+        member = SourceFile(f"{file.name}/{name}", Path(f"{file.path}/{name}"), file.split)
+        if len(last) == 1 or member.endings[0] in _MEMBERS:
+            used[number] = member
+    if not used:
+        raise UserError(f"{file.path} holds no file of a known kind (docs/data.md lists them); unpack it.")
+    texts = {_key(member) for member in used.values() if member.endings[0] not in TABLES}
+    # as in webdataset, a sample's KEY.json is about its KEY.txt
+    kinds = [".json"] if file.endings[0] == ".tar" else []
+    beside = {number for number, member in used.items() if member.endings[0] in kinds and _key(member) in texts}
+    reasons = {"other kind": [name for name, number in last.items() if number not in used]}
+    reasons["about a text"] = [names[number] for number in beside]
+    log_skipped("data.files", str(file.path), len(used) - len(beside), reasons)
+    for number, (_, opener) in enumerate(members_of(file)):
+        if number in used and number not in beside:
+            member = replace(used[number], is_optional=bool(texts))
             require_text(member, "data.files")
-            yield from _read(member, partial(archive.open, entry), data, scratch)
+            yield from _read(member, opener, data, scratch, skipped)
 
 
-def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path) -> Iterator[Document]:
+def _key(member: SourceFile) -> str:
+    """Return the name of a member up to the first dot of its last part, which files of one sample have in common."""
+    folder, _, name = member.name.rpartition("/")
+    return f"{folder}/{name.partition('.')[0]}"
+
+
+def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, skipped: list[str]) -> Iterator[Document]:
     ending, column = file.endings[0], content_column(data)
-    if ending in TEXT_TABLES:
-        blocks = _text_blocks(file, opener, data.encoding)
-        yield from _documents(TEXT_TABLES[ending](blocks, file.path, column), file, data)
-    elif ending in BINARY_TABLES:
-        with _uncompressed(file, opener, scratch) as path:
-            yield from _documents(BINARY_TABLES[ending](path, column, file.path), file, data)
-    elif column.key != "text_column":
-        raise UserError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
-    else:
-        yield file.name, file.split, _text_blocks(file, opener, data.encoding)
+    blocks = _text_blocks(file, opener, data.encoding)
+    try:
+        if ending in TEXT_TABLES:
+            yield from _documents(TEXT_TABLES[ending](blocks, file.path, column), file, data)
+        elif ending in BINARY_TABLES:
+            with _uncompressed(file, opener, scratch) as path:
+                yield from _documents(BINARY_TABLES[ending](path, column, file.path), file, data)
+        elif column.key != "text_column":
+            raise NoColumnError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
+        else:
+            yield file.name, file.split, _notebook(blocks, file.path) if ending == ".ipynb" else blocks
+    except NoColumnError:
+        if not file.is_optional:
+            raise
+        skipped.append(file.name)
+
+
+def _notebook(blocks: Iterator[str], path: Path) -> Iterator[str]:
+    """Yield the sources of a notebook's cells, with a blank line between them. What they print is no text."""
+    try:
+        sources = ["".join(cell["source"]) for cell in json.loads("".join(blocks))["cells"]]
+        text = "\n\n".join(filter(None, sources))
+        _require_unicode(text)
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise UserError(
+            f"{path} is no notebook of format 4 ({one_line(error)[:100]}); open it in Jupyter and save it again."
+        ) from error
+    yield text
 
 
 def _text_blocks(file: SourceFile, opener: Opener, encoding: str | None) -> Iterator[str]:
@@ -117,7 +135,7 @@ def _text_blocks(file: SourceFile, opener: Opener, encoding: str | None) -> Iter
     decoder = _Decoder(encoding)
     num_bytes, is_empty = 0, True
     try:
-        with opener() as raw, _DECOMPRESSED[file.endings[1]](raw) as stream:
+        with opener() as raw, DECOMPRESSED[file.endings[1]](raw) as stream:
             while block := stream.read(BLOCK_BYTES):
                 if not num_bytes and (problem := not_text(block, file.path, encoding)):
                     raise UserError(f"{file.path} {problem}.")
@@ -138,7 +156,7 @@ def _text_blocks(file: SourceFile, opener: Opener, encoding: str | None) -> Iter
             name, advice = "UTF-8", _other_encoding(error)
         raise UserError(f"{file.path} is not {name} (byte {offset}: {error.reason}); {advice}.") from error
     except Exception as error:  # each compression library has its own exceptions for a damaged file
-        raise _unreadable(file, error) from error
+        raise unreadable(file, error) from error
     if is_empty:
         raise UserError(f"{file.path} has no text in it; remove it or add text to it.")
 
@@ -212,7 +230,7 @@ def _uncompressed(file: SourceFile, opener: Opener, scratch: Path) -> Iterator[P
         return
     with tempfile.NamedTemporaryFile(dir=scratch) as plain:
         try:
-            with opener() as raw, _DECOMPRESSED[file.endings[1]](raw) as stream:
+            with opener() as raw, DECOMPRESSED[file.endings[1]](raw) as stream:
                 shutil.copyfileobj(stream, plain)
             plain.flush()
         except Exception as error:  # each compression library has its own exceptions for a damaged file
@@ -221,12 +239,8 @@ def _uncompressed(file: SourceFile, opener: Opener, scratch: Path) -> Iterator[P
                     f"{file.path} expands to more than {scratch} has room for ({error.strerror}); free up space there,"
                     " set another data.cache_dir, or check what the file holds."
                 ) from error
-            raise _unreadable(file, error) from error
+            raise unreadable(file, error) from error
         yield Path(plain.name)
-
-
-def _unreadable(file: SourceFile, error: Exception) -> UserError:
-    return UserError(f"{file.path} cannot be read ({first_line(error)}); check the file.")
 
 
 def read_hub(data: DataSection) -> Iterator[Document]:

@@ -14,7 +14,7 @@ import logging
 import os
 import re
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -29,15 +29,41 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import count_of, first_line, join_words
 
-TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".go", ".rs")
+TEXTS = (
+    *(".txt", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex", ".html", ".htm", ".css", ".scss", ".less", ".vue"),
+    *(".svelte", ".py", ".pyi", ".pyx", ".ipynb", ".c", ".h", ".cc", ".hh", ".cpp", ".hpp", ".cxx", ".cu", ".cuh"),
+    *(".m", ".mm", ".cs", ".fs", ".java", ".kt", ".kts", ".scala", ".groovy", ".clj", ".go", ".rs", ".swift", ".dart"),
+    *(".js", ".mjs", ".cjs", ".jsx", ".ts", ".tsx", ".php", ".rb", ".pl", ".pm", ".lua", ".r", ".jl", ".sql", ".sh"),
+    *(".bash", ".zsh", ".ps1", ".bat", ".hs", ".ml", ".mli", ".ex", ".exs", ".erl", ".lisp", ".el", ".scm", ".nim"),
+    *(
+        ".zig",
+        ".f90",
+        ".pas",
+        ".asm",
+        ".v",
+        ".sv",
+        ".vhd",
+        ".proto",
+        ".cmake",
+        ".yaml",
+        ".yml",
+        ".toml",
+        ".ini",
+        ".cfg",
+    ),
+)
 """What counts as text in a folder or an archive. A file that is named itself may have any ending but NOT_TEXT's."""
+ARCHIVES = (".zip", ".tar")
+_VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
+KNOWN = (*TABLES, *TEXTS, *ARCHIVES)
 SHARDS = (".bin", ".npy", ".ds")
 NOT_TEXT = {
     **dict.fromkeys(SHARDS, "set data.source shards if it holds token ids"),
-    **dict.fromkeys((".tar", ".tgz", ".7z", ".rar"), "unpack it, and name the folder"),
+    **dict.fromkeys((".7z", ".rar"), "unpack it, and name the folder"),
 }
 _RUN_FILES = {"config.yaml", "metadata.json"}  # what tells a run's folder
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
+_TARS = {".tgz": ".gz", ".tbz2": ".bz2", ".txz": ".xz", ".tzst": ".zst"}
 _OFFICE = {".docx": "a Word document", ".odt": "an OpenDocument text", ".epub": "an EPUB book"}
 _SHEETS = {".xlsx": "an Excel sheet", ".ods": "an OpenDocument sheet"}
 _PDF = "is a PDF, not text; convert it with `pdftotext`, and name the .txt file"
@@ -50,7 +76,7 @@ _FORMATS: tuple[tuple[bytes, str], ...] = (
     (rb"\xfd7zXZ\0", "is compressed by xz; give its name the ending .xz"),
     (rb"\x28\xb5\x2f\xfd", "is compressed by zstd; give its name the ending .zst"),
     (rb"7z\xbc\xaf|Rar!\x1a", "is an archive, not text; unpack it, and name the folder"),
-    (rb"(?s).{257}ustar", "is a tar archive, not text; unpack it, and name the folder"),
+    (rb"(?s).{257}ustar", "is a tar archive, not text; give its name the ending .tar, or unpack it"),
     (rb"PAR1", "is a Parquet file; give its name the ending .parquet"),
     (rb"ARROW1|\xff\xff\xff\xff", "is an Arrow file; give its name the ending .arrow"),
     (rb"SQLite format 3\0", "is an SQLite database, not text; write its table of text to a .csv file"),
@@ -81,11 +107,15 @@ class SourceFile:
     name: str
     path: Path
     split: str | None = None
+    is_optional: bool = False
+    """It was found beside text rather than named, so if it is a table without the column, it is skipped."""
 
     @property
     def endings(self) -> tuple[str, str]:
         """Return (format, compression), such as (".jsonl", ".zst") or (".txt", "")."""
         stem, last = os.path.splitext(self.path.name.lower())  # not of the name: a URL may end in a query
+        if last in _TARS:
+            return ".tar", _TARS[last]
         return (os.path.splitext(stem)[1], last) if last in COMPRESSIONS else (last, "")
 
 
@@ -102,6 +132,45 @@ def stdlib_files() -> list[SourceFile]:
         subfolders[:] = [name for name in subfolders if name not in skipped]
         paths += [Path(folder, name) for name in fnmatch.filter(names, "*.py") if not name.startswith("_sysconfigdata")]
     return [SourceFile(name, root / name) for name in sorted(path.relative_to(root).as_posix() for path in paths)]
+
+
+def with_splits(data: DataSection) -> DataSection:
+    """Return `data` with the splits of each folder in it that holds a saved DatasetDict, instead of the folder.
+
+    Its `train` is for data.files. What it has for validation is for data.val_files, if nothing else is. Raises
+    UserError if it has no `train`.
+    """
+    if data.source != "files":
+        return data
+    files, val_files = [], [_saved_splits(name)[1] or name for name in data.val_files]
+    for name in data.files:
+        train, val = _saved_splits(name)
+        files.append(train or name)
+        if val and not data.val_files:
+            val_files.append(val)
+            log_once(f"data.files: {name}: {Path(val).name} validates")
+    return data.replace(files=files, val_files=val_files)
+
+
+def _saved_splits(name: str) -> tuple[str | None, str | None]:
+    """Return the folders of the splits that train and validate, if a folder holds a saved DatasetDict."""
+    folder = os.path.expanduser(name)
+    if not os.path.isfile(os.path.join(folder, "dataset_dict.json")):
+        return None, None
+    splits = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
+    names = {os.path.basename(path): path for path in splits}
+    train, val = train_and_validation(names, f"data.files: {folder}")
+    return names[train], None if val is None else names[val]
+
+
+def train_and_validation(splits: Collection[str], where: str) -> tuple[str, str | None]:
+    """Return which split of a dataset trains, and which one validates if there is one.
+
+    where: how an error begins, such as "data.files: folder". Raises UserError if no split is called train.
+    """
+    if "train" not in splits:
+        raise UserError(f"{where} has no split called train; name one of its own: {join_words(splits, ' or ')}.")
+    return "train", next((name for name in _VALIDATION_SPLITS if name in splits), None)
 
 
 def named_files(data: DataSection) -> list[SourceFile]:
@@ -123,11 +192,18 @@ def match_files(data: DataSection, field: str, split: str | None) -> list[Source
     """
     key, downloads = f"data.{field}", cache_folder(data) / "downloads"
     urls: dict[Path, str] = {}
+    named: set[Path] = set()
+    optional: set[Path] = set()
     for pattern in getattr(data, field):
         if is_url(pattern):
             urls.update({download(url, key, downloads): url for url in list_urls(pattern, key, downloads)})
-        else:
-            urls.update({Path(os.path.abspath(path)): "" for path in _match(pattern, key, data)})
+            continue
+        matched = dict.fromkeys((Path(os.path.abspath(path)) for path in _match(pattern, key, data)), "")
+        urls.update(matched)
+        if not os.path.isdir(os.path.expanduser(pattern)):
+            named.update(matched)
+        elif any(SourceFile("", path).endings[0] in TEXTS for path in matched):
+            optional.update(matched)
     # a link keeps its own name, whose ending says what it is: the Hub's cache links to files named by their hashes
     resolved = _real_paths(urls)
     paths = {resolved[path]: path for path in reversed(urls)}
@@ -135,7 +211,7 @@ def match_files(data: DataSection, field: str, split: str | None) -> list[Source
     local = [path.parent for path in unique if not urls[path]]
     root = os.path.commonpath(local) if local else ""
     names = {path: redact(urls[path]) if urls[path] else path.relative_to(root).as_posix() for path in unique}
-    files = [SourceFile(name, path, split) for path, name in names.items()]
+    files = [SourceFile(name, path, split, path in optional - named) for path, name in names.items()]
     for file in files:
         if file.path.stat().st_size == 0:
             raise UserError(f"{key}: {file.path} is empty; remove it or add text to it.")
@@ -191,7 +267,7 @@ def require_paths(data: DataSection) -> None:
             paths, is_glob = _find_paths(name, f"data.{field}")
             file = SourceFile(name, Path(paths[0]))
             ending, compression = file.endings
-            is_packed = compression or ending in (".zip", *BINARY_TABLES)
+            is_packed = compression or ending in (*ARCHIVES, *BINARY_TABLES)
             if is_glob or file.path.is_dir() or data.source == "shards" or is_packed:
                 continue
             require_text(file, f"data.{field}")
@@ -210,7 +286,7 @@ def _match(name: str, key: str, data: DataSection) -> list[str]:
     """Return the files that a path, a folder or a glob stands for, in an order that does not depend on the machine."""
     paths, is_glob = _find_paths(name, key)
     if not is_glob:
-        kinds = SHARDS if data.source == "shards" else (*TABLES, *TEXTS, ".zip")
+        kinds = SHARDS if data.source == "shards" else KNOWN
         return _folder_files(paths[0], key, cache_folder(data), kinds) if os.path.isdir(paths[0]) else paths
     files = [path for path in paths if os.path.isfile(path)]
     if not files:
@@ -263,12 +339,14 @@ def _folder_files(folder: str, key: str, cache: Path, kinds: Iterable[str]) -> l
                 skipped["other kind"].append(path)
             else:
                 (used if os.path.getsize(path) else skipped["empty"]).append(path)
+    for path in skipped["other kind"] if not used and kinds is KNOWN else ():
+        with suppress(OSError), open(path, "rb") as content:
+            if problem := not_text(content.read(1 << 12), Path(path)):
+                raise UserError(f"{key}: {folder} holds no text: {os.path.relpath(path, folder)} {problem}.")
     skipped = {reason: [os.path.relpath(path, folder) for path in paths] for reason, paths in skipped.items()}
     if not used:
-        raise UserError(
-            f"{key}: {folder} holds no file of a known kind ({' '.join(kinds)}){_listed(skipped)}; name its files by a"
-            " glob."
-        )
+        known = "known kind (docs/data.md lists them)" if kinds is KNOWN else f"kind {join_words(kinds, ' or ')}"
+        raise UserError(f"{key}: {folder} holds no file of a {known}{_listed(skipped)}; name its files by a glob.")
     log_skipped(key, folder, len(used), skipped)
     return used
 
@@ -286,14 +364,15 @@ def _saved_tables(folder: Path, key: str) -> list[str]:
 
 
 @cache  # once per process: text is identified several times
-def _log_once(message: str) -> None:
+def log_once(message: str) -> None:
+    """Log a line, but not again."""
     logger.info("%s", message)
 
 
 def log_skipped(key: str, where: str, num_used: int, skipped: Mapping[str, Sequence[str]]) -> None:
     """Log which files of a folder, glob or archive are not read, by reason; once per process."""
     if listed := _listed(skipped):
-        _log_once(f"{key}: {where}: {count_of(num_used, 'file')} read{listed}")
+        log_once(f"{key}: {where}: {count_of(num_used, 'file')} read{listed}")
 
 
 def _listed(skipped: Mapping[str, Sequence[str]]) -> str:

@@ -161,16 +161,24 @@ def _proven_width(path: Path, size: int, vocab_size: int) -> int:
 
 
 def _open_array(path: Path) -> np.ndarray:
-    """Map a NumPy file, which states its own type and shape. What is pickled is not read."""
+    """Map a NumPy file, which states its own type and shape: row after row of two dimensions. Reads no pickles."""
     try:
         array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError, SyntaxError) as error:
         raise _refusal(path, f"is not a NumPy file ({first_line(error)}); copy it again") from error
-    if array.dtype.kind not in "ui" or array.ndim != 1 or not array.size:
+    if array.dtype.kind not in "ui" or array.ndim not in (1, 2) or not array.size:
         shape = "x".join(map(str, array.shape)) or "a single value"
         held = f"holds {array.dtype} ({shape}), not a list of token ids"
-        raise _refusal(path, f"{held}; save whole numbers in one dimension")
-    return array
+        raise _refusal(path, f"{held}; save whole numbers in one dimension, or in rows that are full")
+    if array.ndim == 1:
+        return array
+    ends = array[:: -(-len(array) // 1000), -2:]
+    _, counts = np.unique(ends[ends[:, 0] == ends[:, -1], -1], return_counts=True)
+    if array.shape[1] > 2 and len(ends) > 3 and counts.max(initial=0) > 0.5 * len(ends):
+        raise _refusal(path, "has rows that end in the same ids, so they are padded; save the ids without the padding")
+    if not array.flags.c_contiguous:
+        raise _refusal(path, "stores its columns one after the other; save numpy.ascontiguousarray of it")
+    return array.reshape(-1)
 
 
 def require_vocabulary(ids: np.ndarray, vocab_size: int, path: Path) -> None:

@@ -73,7 +73,7 @@ class Column:
         if steps is None:
             raise NoColumnError(
                 f"{path} has no column {self.name.split('.')[0]!r}; set data.{self.key} to one of:"
-                f" {_listed(names)}{_other_keys(names) if self.key == 'text_column' else ''}."
+                f" {_listed(names)}{other_keys(names) if self.key == 'text_column' else ''}."
             )
         if sum(name == steps[0] for name in names) > 1:
             raise UserError(f"{path} has two columns {steps[0]!r}; rename one.")
@@ -96,18 +96,21 @@ def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row
     """
     others: dict[str, None] = {}
     is_found = False
-    for row, (line, value) in enumerate(_unwrapped(iter(_JsonObjects(blocks, path)), path, column)):
-        steps = column.find(value)
-        is_found |= steps is not None
-        if not is_found:
-            others |= dict.fromkeys(value)
-            if row == _ROWS_WITHOUT_COLUMN:
-                break
-        if steps is None:
-            yield line, None, []
-        else:
-            names = column.wanted(value, path)
-            yield line, column.value(names, [value[name] for name in names]), steps[1:]
+    try:
+        for row, (line, value) in enumerate(_unwrapped(iter(_JsonObjects(blocks, path)), path, column)):
+            steps = column.find(value)
+            is_found |= steps is not None
+            if not is_found:
+                others |= dict.fromkeys(value)
+                if row == _ROWS_WITHOUT_COLUMN:
+                    break
+            if steps is None:
+                yield line, None, []
+            else:
+                names = column.wanted(value, path)
+                yield line, column.value(names, [value[name] for name in names]), steps[1:]
+    except UserError as error:
+        raise error if is_found else NoColumnError(str(error)) from error
     if others and not is_found:
         column.steps(others, path)
 
@@ -308,7 +311,7 @@ def _cells(reader: Any, path: Path, column: Column, has_header: bool, advice: st
     if column.find(header) is None:
         raise NoColumnError(
             f"{path} has no column {column.name!r}; its first line holds {_listed(header)}. If that is the header, set"
-            f" data.{column.key} to one of them{_other_keys(header)}; if there is no header, set it to the column's"
+            f" data.{column.key} to one of them{other_keys(header)}; if there is no header, set it to the column's"
             " number, from 0."
         )
     names = column.wanted(header, path)
@@ -380,7 +383,7 @@ def _listed(names: Iterable[str]) -> str:
     )
 
 
-def _other_keys(names: Iterable[str]) -> str:
+def other_keys(names: Iterable[str]) -> str:
     """Return which key is for columns whose names are usual for conversations or token ids, as the end of a message."""
     names = [*names]
     keys = {name: _KEYS[name] for name in names if name in _KEYS}

@@ -284,7 +284,7 @@ def test_bad_input_is_one_clear_line(tmp_path, write, files_config, monkeypatch)
     assert "empty.txt.gz" in fails(files_config(write("empty.txt.gz", gzip.compress(b""))), tmp_path)
     assert "broken.txt.gz" in fails(files_config(write("broken.txt.gz", gzip.compress(b"text" * 99)[:-9])), tmp_path)
     message = fails(files_config(write("one.jsonl", '{"text": "a"}\n')), tmp_path)
-    assert "split" in message and "contiguous" in message and "data.val_files" in message
+    assert "split" in message and "data.val_fraction" in message and "data.val_files" in message
     path = write("a.txt", "text")
     assert "data.cache_dir: cannot create" in fails(files_config(path, cache_dir=path + "/below"), tmp_path)
 

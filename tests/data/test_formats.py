@@ -8,19 +8,24 @@ import io
 import json
 import logging
 import lzma
+import re
 import sys
+import tarfile
 import zipfile
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import numpy as np
+import pyarrow as pa
 import pytest
 from datasets import Dataset, DatasetDict
 from test_corpus import fails, read
 
 from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.corpus import load_corpus
+from hfgolf.data.files import ARCHIVES, TEXTS
 from hfgolf.data.token_cache import load_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -73,8 +78,73 @@ def test_folder_is_without_runs_and_the_token_cache(tmp_path, write, train_on):
 
 
 def test_folder_without_known_kinds_is_one_line(tmp_path, write, train_on):
-    write("cat.png", b"\x89PNG")
-    assert "holds no file of a known kind (.jsonl" in fails(train_on(tmp_path / "text"), tmp_path)
+    write("a.log", b"text")
+    assert "holds no file of a known kind (docs/data.md" in fails(train_on(tmp_path / "text"), tmp_path)
+    write("book.pdf", b"%PDF-1.7")
+    line = "holds no text: book.pdf is a PDF, not text; convert it with `pdftotext`"
+    assert line in fails(train_on(tmp_path / "text"), tmp_path)
+
+
+def test_source_tree_is_its_sources_and_the_cells_of_its_notebooks(tmp_path, write, train_on):
+    documented = (ROOT / "docs" / "data.md").read_text().partition("A folder stands for")[2].partition("\n\n")[0]
+    assert {*re.findall(r"\.\w+", documented)} >= {*TEXTS, *ARCHIVES}
+    for number, ending in enumerate(TEXTS):
+        write(f"src/{number:02}{ending.upper()}", ending if ending != ".ipynb" else NOTEBOOK)
+    texts = documents(train_on(tmp_path / "text"), tmp_path)
+    assert texts == ["# A\n\nb\n\nprint(1)" if ending == ".ipynb" else ending for ending in TEXTS]
+
+
+def test_tables_beside_text_are_skipped_without_the_column_but_not_if_they_are_named(tmp_path, write, train_on, caplog):
+    write("a.py", "code")
+    write("package.json", '{"name": "x"}')
+    write("tsconfig.json", "{ // comment\n}")
+    write("fixtures/a.csv", "a;b\n1;2\n")
+    folder, chat = tmp_path / "text", '{"messages": [{"role": "assistant", "content": "a"}]}\n'
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        assert documents(train_on(folder), tmp_path) == ["code"]
+    line = "data.files: skipped 3 files without a column 'text': package.json, tsconfig.json, fixtures/a.csv"
+    assert line in caplog.messages
+    for name in ("package.json", "tsconfig.json", "fixtures/a.csv"):
+        assert name in fails(train_on(folder, folder / name), tmp_path)
+    write("broken.jsonl", '{"text": "a"}\n{"text": 7}\n')
+    assert "broken.jsonl, row 1 (line 2): 'text' holds a number" in fails(train_on(folder), tmp_path)
+    write("broken.jsonl", chat)
+    (found,) = load_corpus(train_on(folder, messages_column="messages").replace(val_files=[]))._documents(tmp_path)
+    assert found[2] == [{"role": "assistant", "content": "a"}]
+
+
+def test_only_tables_in_a_folder_need_the_column(tmp_path, write, train_on):
+    write("a.jsonl", '{"text": "a"}\n')
+    write("b.jsonl", '{"body": "a"}\n')
+    assert "b.jsonl has no column 'text'" in fails(train_on(tmp_path / "text"), tmp_path)
+
+
+CELLS = [
+    {"cell_type": "markdown", "source": ["# A\n", "\nb"]},
+    {"cell_type": "code", "source": "print(1)", "outputs": [{"text": "1"}]},
+    {"cell_type": "code", "source": []},
+]
+NOTEBOOK = json.dumps({"nbformat": 4, "cells": CELLS})
+
+
+def test_named_notebook_is_its_cells(tmp_path, write, train_on):
+    path = write("a.ipynb", NOTEBOOK)
+    assert documents(train_on(path), tmp_path) == ["# A\n\nb\n\nprint(1)"]
+    assert load_corpus(train_on(path)).identity["notebooks"] == "cells"
+    for content in ("{", "[]", '{"worksheets": []}', '{"cells": [{"source": 1}]}', NOTEBOOK.replace("# A", "\\ud800")):
+        assert "a.ipynb is no notebook of format 4" in fails(train_on(write("a.ipynb", content)), tmp_path)
+
+
+@pytest.mark.parametrize("pack", ["csv", "zip", "tar"])
+def test_rows_and_members_too_few_to_divide_are_cut(tmp_path, write, files_config, pack, caplog):
+    text = "word " * 100
+    content = {"csv": f"text\n{text}\n", "zip": zipped({"a.txt": text}), "tar": tarred({"a.txt": text})}
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        assert read(files_config(write(f"a.{pack}", content[pack])), tmp_path) == {
+            "train": [text[:475]],
+            "val": [text[475:]],
+        }
+    assert "the end of the text validates" in caplog.text
 
 
 def test_folder_of_shards(tmp_path, write):
@@ -89,7 +159,7 @@ def test_folder_of_shards(tmp_path, write):
     assert (len(tokens.train), len(tokens.val)) == (200, 100)
 
 
-@pytest.mark.parametrize("name", ["train.bin", "ids.npy", "val.bin.gz", "all.tar", "all.tar.gz"])
+@pytest.mark.parametrize("name", ["train.bin", "ids.npy", "val.bin.gz", "all.rar", "all.7z.gz"])
 def test_what_is_not_text_does_not_become_text(tmp_path, write, train_on, name):
     content = np.full(8, 65, "<u2").tobytes()  # valid UTF-8: nanoGPT's characters of Shakespeare are
     path = write(name, gzip.compress(content) if name.endswith(".gz") else content)
@@ -121,15 +191,62 @@ def test_saved_dataset_is_its_rows_in_order(tmp_path, train_on, num_shards):
     assert "state.json is damaged" in fails(train_on(saved), tmp_path)
 
 
-def test_saved_splits_are_named_one_by_one(tmp_path, files_config):
-    splits = {name: Dataset.from_dict({"text": [name] * 9}) for name in ("test", "train")}
-    DatasetDict(splits).save_to_disk(tmp_path / "saved")
+@pytest.mark.parametrize(
+    ("splits", "val"),
+    [
+        (("test", "train"), "test"),
+        (("test", "train", "validation"), "validation"),
+        (("dev", "test", "train"), "dev"),
+    ],
+)
+def test_saved_splits_train_and_validate_by_themselves(tmp_path, write, files_config, splits, val, caplog):
+    DatasetDict({name: Dataset.from_dict({"text": [name] * 9}) for name in splits}).save_to_disk(tmp_path / "saved")
     folder = str(tmp_path / "saved")
-    assert f"name one of them: {folder}/test or {folder}/train." in fails(files_config(folder), tmp_path)
-    assert documents(files_config(f"{folder}/train", val_files=[f"{folder}/test"]), tmp_path) == ["train"] * 9
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        assert read(files_config(folder), tmp_path) == {"train": ["train"] * 9, "val": [val] * 9}
+    assert f"data.files: {folder}: {val} validates" in caplog.messages
+    named = files_config(f"{folder}/train", val_files=[f"{folder}/{val}"])
+    assert load_corpus(named).identity == load_corpus(files_config(folder)).identity
+    other = files_config(folder, val_files=[write("other.txt", "other")])
+    assert read(other, tmp_path) == {"train": ["train"] * 9, "val": ["other"]}
+    assert read(files_config(write("a.txt", "mine"), val_files=[folder]), tmp_path)["val"] == [val] * 9
+    assert "name one of them" in fails(files_config(str(tmp_path)), tmp_path), "in a folder of datasets"
 
 
-def test_members_of_an_archive_are_documents(tmp_path, write, train_on, caplog, awkward):
+def test_saved_splits_without_validation_are_divided_and_without_train_refused(tmp_path, files_config):
+    for name in ("train", "first"):
+        DatasetDict({name: Dataset.from_dict({"text": ["a b"] * 40})}).save_to_disk(tmp_path / name)
+    found = read(files_config(str(tmp_path / "train")), tmp_path)
+    assert found["train"] and found["val"]
+    problem = f"{tmp_path / 'first'} has no split called train; name one of its own: first."
+    assert problem in fails(files_config(str(tmp_path / "first")), tmp_path)
+
+
+def tarred(members: dict[str, bytes | str], mode: str = "w", format: int = tarfile.PAX_FORMAT) -> bytes:
+    sink = io.BytesIO()
+    with tarfile.open(fileobj=sink, mode=mode, format=format) as archive:
+        for name, content in members.items():
+            header = tarfile.TarInfo(name)
+            content = content.encode() if isinstance(content, str) else content
+            header.size, header.type = len(content), tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            archive.addfile(header, io.BytesIO(content))
+    return sink.getvalue()
+
+
+ARCHIVES_WRITTEN = {
+    "all.zip": zipped,
+    "all.tar": tarred,
+    **{f"all.tar.{kind}": partial(tarred, mode=f"w:{kind}") for kind in ("gz", "bz2", "xz")},
+    **{
+        f"all.{name}": partial(tarred, mode=f"w:{kind}")
+        for name, kind in {"tgz": "gz", "txz": "xz", "tbz2": "bz2"}.items()
+    },
+    "all.tar.zst": lambda members: pa.compress(tarred(members, format=tarfile.GNU_FORMAT), "zstd", asbytes=True),
+}
+
+
+@pytest.mark.parametrize("archive", ARCHIVES_WRITTEN)
+def test_members_of_an_archive_are_documents(tmp_path, write, train_on, caplog, awkward, archive):
     members = {
         "b/a.txt": awkward,
         "b/": "",
@@ -139,16 +256,72 @@ def test_members_of_an_archive_are_documents(tmp_path, write, train_on, caplog, 
         "empty.txt": b"",
         "__MACOSX/b/._a.txt": b"\0",
     }
-    path = write("all.zip", zipped(members))
+    path = write(archive, ARCHIVES_WRITTEN[archive](members))
     data = train_on(path)
     with caplog.at_level(logging.INFO, "hfgolf"):
         assert documents(data, tmp_path) == [awkward, "one", "two", "three"]
     assert f"data.files: {path}: 3 files read; skipped: 1 other kind (cat.png)" in caplog.messages
     names = [name for name, _, _ in load_corpus(data)._documents(tmp_path)]
-    rows = ["all.zip/rows.jsonl#0", "all.zip/rows.jsonl#1", "all.zip/table.tsv.bz2#0"]
-    assert names == ["all.zip/b/a.txt", *rows, "val.txt"]
+    rows = [f"{archive}/rows.jsonl#0", f"{archive}/rows.jsonl#1", f"{archive}/table.tsv.bz2#0"]
+    assert names == [f"{archive}/b/a.txt", *rows, "val.txt"]
     renamed = load_corpus(train_on(path, text_column="n")).identity
     assert renamed != load_corpus(data).identity
+
+
+@pytest.mark.parametrize("pack", [zipped, tarred])
+def test_members_are_never_files_of_this_machine(tmp_path, write, train_on, pack):
+    outside = write("secret.parquet", b"not read")
+    table = tmp_path / "row.parquet"
+    Dataset.from_dict({"text": ["inside"]}).to_parquet(table)
+    members = {outside: table.read_bytes(), "../../up.txt": "hidden", "/abs.txt": "absolute", "a.txt": "old"}
+    path = write(f"all.{'zip' if pack is zipped else 'tar'}", pack(members))
+    assert documents(train_on(path), tmp_path) == ["inside", "absolute", "old"]
+
+
+def test_webdataset_shards_are_their_texts(tmp_path, write, train_on, caplog):
+    samples = {
+        "./a/0.txt": "zero", "./a/0.json": '{"text": "about"}', "./a/0.jpg": b"\xff\xd8",
+        "a/1.caption.txt": "one", "a/1.json": "[1]", "b/0.json": '{"text": "alone"}',
+    }  # fmt: skip
+    shards = [write(f"{number}.tar", tarred(samples)) for number in range(2)]
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        assert documents(train_on(*shards), tmp_path) == ["zero", "one", "alone"] * 2
+    skipped = "3 files read; skipped: 1 other kind (a/0.jpg), 2 about a text (a/0.json, a/1.json)"
+    assert f"data.files: {shards[0]}: {skipped}" in caplog.messages
+
+
+def test_tar_reads_the_last_of_a_name_links_long_names_and_joined_archives(tmp_path, write, train_on):
+    long = "d/" * 90 + "long.txt"
+    first, second = tarred({"a.txt": "old", long: "long"}), tarred({"a.txt": "new"}, format=tarfile.GNU_FORMAT)
+    link = tarfile.TarInfo("link.txt")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/hostname"
+    path = write("all.tar", first + link.tobuf() + second)
+    assert documents(train_on(path), tmp_path) == ["long", "new"]
+
+
+SPARSE = tarfile.TarInfo("s.txt")
+SPARSE.type, SPARSE.size = tarfile.GNUTYPE_SPARSE, 512
+BOMB = tarfile.TarInfo("pax")
+BOMB.type, BOMB.size = tarfile.XHDTYPE, 1 << 40
+
+
+@pytest.mark.parametrize(
+    ("damage", "problem"),
+    [
+        (lambda tar: tar[:-10_240], "it is cut: the zeros at its end are missing"),
+        (lambda tar: tar[:900], "unexpected end of data"),
+        (lambda tar: tar[:700] + b"\1" * 600 + tar[1300:], "a header is damaged"),
+        (lambda tar: tar + b"more" * 300, "a header is damaged"),
+        (lambda tar: b"plain text\n" * 99, "a header is damaged"),
+        (lambda tar: SPARSE.tobuf() + tar, "'s.txt' is a sparse file"),
+        (lambda tar: BOMB.tobuf(tarfile.GNU_FORMAT) + tar, "a name or comment of 1,099,511,627,776 bytes"),
+    ],
+)
+@pytest.mark.parametrize("pack", ["", ".gz"])
+def test_damaged_tar_is_one_line(tmp_path, write, train_on, damage, problem, pack):
+    content = damage(tarred({f"{number}.txt": "some text " * 50 for number in range(20)}))
+    path = write(f"a.tar{pack}", gzip.compress(content) if pack else content)
+    assert problem in fails(train_on(path), tmp_path)
 
 
 def test_only_member_of_an_archive_may_have_any_name(tmp_path, write, train_on):

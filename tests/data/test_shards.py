@@ -235,11 +235,11 @@ def test_wide_ids_outside_the_vocabulary_are_rejected_when_read(tmp_path, wrong,
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2", ">u2", "<u4", "<i4", ">i8", "<u8"])
 def test_numpy_files_state_their_width_and_byte_order(tmp_path, dtype):
-    for name, ids in (("train0", [65, 0, 66, 0, 0]), ("train1", [67]), ("val", [0, 68, 69])):
+    for name, ids in (("train0", [[65, 0], [66, 0], [0, 67]]), ("train1", [67]), ("val", [[0, 68, 69]])):
         np.save(tmp_path / f"{name}.npy", np.array(ids, dtype))
     files = {"files": [str(tmp_path / "train*.npy")], "val_files": [str(tmp_path / "val.npy")], "separator_id": 0}
     tokens = load_tokens(options(tmp_path, **files), BYTE)
-    assert tokens.train.read(np.arange(7)).tolist() == [*tokens.train.tokens, 65] == [65, 0, 66, 0, 0, 67, 65]
+    assert tokens.train.read(np.arange(8)).tolist() == [*tokens.train.tokens, 65] == [65, 0, 66, 0, 0, 67, 67, 65]
     assert (tokens.val.tokens.tolist(), tokens.val.num_bytes) == ([0, 68, 69], 2)
 
 
@@ -250,7 +250,9 @@ def test_numpy_files_state_their_width_and_byte_order(tmp_path, dtype):
         (np.array([True]), r"holds bool \(1\), not a list of token ids"),
         (np.array([(1, 2)], [("a", "<u2"), ("b", "<u2")]), r"holds \[.*\] \(1\), not a list of token ids"),
         (np.array(7, np.uint16), r"holds uint16 \(a single value\), not a list"),
-        (np.array([[1, 2]], np.uint16), r"holds uint16 \(1x2\), not a list"),
+        (np.array([[[1, 2]]], np.uint16), r"holds uint16 \(1x1x2\), not a list"),
+        (np.arange(20, dtype="<u2").reshape(4, 5).T, "stores its columns one after the other"),
+        (np.triu(np.full((9, 9), 65)).T, "has rows that end in the same ids, so they are padded"),
         (np.array([], np.uint16), r"holds uint16 \(0\), not a list"),
         (np.array([1, None]), "is not a NumPy file"),
         (None, "is not a NumPy file"),

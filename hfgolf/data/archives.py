@@ -1,0 +1,95 @@
+"""Compressed files, and the members of zip and tar archives, read in order. Nothing is unpacked by its name.
+
+fsspec does not decompress here, because its zstd takes a truncated file (it read 262,144 of 600,000 bytes).
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import lzma
+import tarfile
+import zipfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, cast
+
+import pyarrow as pa
+
+from hfgolf.data.files import SourceFile
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import first_line, shortened
+
+Opener = Callable[[], Any]
+DECOMPRESSED: dict[str, Callable[[Any], Any]] = {
+    "": lambda file: file,
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    # zstandard's own reader accepts a truncated frame, and reads only the first of several frames
+    ".zst": lambda file: pa.input_stream(file, compression="zstd"),
+}
+_MAX_EXTENSION_BYTES = 1 << 20
+
+
+def unreadable(file: SourceFile, error: Exception) -> UserError:
+    return UserError(f"{file.path} cannot be read ({first_line(error)}); check the file.")
+
+
+def members_of(file: SourceFile) -> Iterator[tuple[str, Opener]]:
+    """Yield the name of each member of an archive, "" if it is no file with content, and what opens it.
+
+    A member has to be read before the next one. Raises UserError if the archive is damaged.
+    """
+    try:
+        yield from _zip_members(file) if file.endings[0] == ".zip" else _tar_members(file)
+    except Exception as error:  # each compression library has its own exceptions for a damaged file
+        raise unreadable(file, error) from error
+
+
+def _zip_members(file: SourceFile) -> Iterator[tuple[str, Opener]]:
+    with zipfile.ZipFile(file.path) as archive:
+        for entry in archive.infolist():
+            yield entry.filename if entry.file_size else "", partial(archive.open, entry)
+
+
+def _tar_members(file: SourceFile) -> Iterator[tuple[str, Opener]]:
+    compression, end = file.endings[1], 0
+    options: dict[str, Any] = {"tarinfo": _Member, "errors": "backslashreplace"}
+    options["ignore_zeros"] = True  # those between archives that were joined
+    with (
+        open(file.path, "rb") as raw,
+        DECOMPRESSED[compression](raw) as stream,
+        tarfile.open(fileobj=stream, mode="r|" if compression else "r:", **options) as archive,
+    ):
+        while member := archive.next():
+            end = archive.offset
+            name = member.name.removeprefix("./") if member.isreg() and member.size else ""
+            yield name, partial(archive.extractfile, member)
+            cast(Any, archive).members.clear()  # it would keep all of them
+        if archive.offset == end:
+            raise OSError("it is cut: the zeros at its end are missing")
+
+
+class _Member(tarfile.TarInfo):
+    """The header of a member. A damaged one is an error, because tarfile takes it for the end of the archive."""
+
+    @classmethod
+    def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
+        if not any(buf):
+            return super().frombuf(buf, encoding, errors)  # raises what marks the end
+        try:
+            member = super().frombuf(buf, encoding, errors)
+        except tarfile.HeaderError as error:
+            raise OSError(f"a header is damaged: {first_line(error)}") from error
+        if member.type == tarfile.GNUTYPE_SPARSE:
+            raise OSError(f"{shortened(member.name)} is a sparse file")
+        if member.type in _EXTENSIONS and member.size > _MAX_EXTENSION_BYTES:
+            raise OSError(f"a name or comment of {member.size:,} bytes")  # tarfile reads them into memory
+        return member
+
+
+_EXTENSIONS = (
+    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
+    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
+)
