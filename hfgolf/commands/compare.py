@@ -5,8 +5,11 @@ and PNG: means, paired differences with p-values, and the steps and seconds to r
 """
 
 import logging
+import re
 import shlex
+import shutil
 import sys
+import textwrap
 from pathlib import Path
 
 from hfgolf.commands.options import MARK, ScriptParser, check_output, within
@@ -79,4 +82,25 @@ def main() -> None:
     write_text(Path(f"{results}.json"), comparison.to_json())
     write_text(Path(f"{results}.md"), f"{page}\n{MARK}\n")
     draw(comparison, outcomes, Path(f"{results}.png"), experiment)
-    logging.getLogger("hfgolf").info("\n%s\nwrote %s.json, .md and .png", page, results)
+    logging.getLogger("hfgolf").info("\n%s\n\nwrote %s.json, .md and .png", _for_a_terminal(page), results)
+
+
+def _for_a_terminal(page: str) -> str:
+    """Return a page of Markdown for eyes: its table in columns, its paragraphs wrapped, without marks and pictures.
+
+    The table has no range of losses, and short titles, so that it is about 110 characters wide.
+    """
+    from hfgolf.golf.table import aligned
+
+    width, parts = min(110, shutil.get_terminal_size((110, 24)).columns), []
+    for part in re.sub(r"`([^`\n]*)`|\*\*", r"\1", page).strip().split("\n\n"):
+        if part.startswith("|"):
+            header, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in part.splitlines())
+            titles = [re.sub(" to the baseline's loss| within .*", "", title) for title in header]
+            lines = [[*line[:3], *line[4:]] for line in (titles, *rows)]
+            parts.append(aligned(lines, "lrrrllll" + "l" * (len(header) - 9)))
+        elif not part.startswith("!["):
+            is_command = part.startswith("Repeat it: ")  # to copy
+            wrapped = (textwrap.fill(line, width) for line in part.removeprefix("# ").splitlines())
+            parts.append(part if is_command else "\n".join(wrapped))
+    return "\n\n".join(parts)

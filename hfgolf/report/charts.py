@@ -56,7 +56,7 @@ class Chart:
     limit_label: str = "clipped to"
     from_zero: bool = False
     is_noisy: bool = False
-    """Whether `logged` is noise around a curve, so that its moving median is the line to read."""
+    """Whether `logged` is noise around a curve, so that it is smoothed to the line to read."""
 
 
 CHARTS = (
@@ -110,7 +110,7 @@ def _caption(chart: Chart, lines: Sequence[Line], is_alone: bool) -> str:
     if windows:
         what = "training line" if chart.evaluated else "line"
         wide = " to ".join(f"{window:,}" for window in windows[:: len(windows) - 1 or 1])
-        said.append(f"The {what} is the median over {wide} steps, as many before as after.")
+        said.append(f"The {what} is smoothed over {wide} steps, as many before as after, so it ends before the last.")
     if thinned > 1:
         band = "; the band is from their minimum to their maximum" if is_alone else ""
         said.append(f"A point stands for up to {thinned:,} values: their mean{band}.")
@@ -214,7 +214,7 @@ def _draw(chart: Chart, runs: Sequence[RunRecord], size: tuple[float, float]) ->
 
 
 def _draw_line(axes: Axes, chart: Chart, line: Line, name: str, is_alone: bool) -> list[str]:
-    """Draw one line: noise faint below its moving median, and evaluations with markers. Return what the markers say."""
+    """Draw one line: noise faint below its smoothed line, and evaluations with markers. Return what the markers say."""
     curve, (color, dashes, marker) = line.curve, line_style(line.number)
     is_noise = chart.is_noisy and line.is_logged and curve.window > 1
     is_marked, every = not line.is_logged or len(curve) == 1, math.ceil(len(curve) / _MAX_MARKERS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ class Curve:
     lowest: NDArray[np.float64]
     highest: NDArray[np.float64]
     smoothed: NDArray[np.float64]
-    """The moving median over `window` values, taken before thinning."""
+    """The values smoothed over `window` around each, before thinning; NaN within half of that from either end."""
     window: int
     values_per_point: int = 1
     """The largest number of values that one point represents."""
@@ -74,18 +73,13 @@ def bin_numbers(steps: NDArray[np.float64], max_points: int = MAX_POINTS) -> NDA
 
 
 def smooth(values: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Return the median of the `window` values around each; near the ends, of as many as are on both sides.
+    """Return values smoothed over the `window` around each; NaN where there are fewer on either side.
 
-    window: odd. Taking as many before as after neither delays the curve nor bends its ends; spikes do not lift it.
+    The mean of medians, each over half the window: spikes do not lift the line, and it has no steps. Values on one side
+    only would delay it, and fewer of them near its ends would make its last steps noise. window: odd.
     """
-    listed = values.tolist()
-    medians, ordered, begin, end = np.empty(len(values)), list[float](), 0, 0
-    for place in range(len(values)):
-        reach = min(window // 2, place, len(values) - 1 - place)
-        for value in listed[end : place + reach + 1]:
-            bisect.insort(ordered, value)
-        for value in listed[begin : place - reach]:
-            del ordered[bisect.bisect_left(ordered, value)]
-        begin, end = place - reach, place + reach + 1
-        medians[place] = ordered[reach]
-    return medians
+    import pandas as pd
+
+    half = window // 4 * 2 + 1
+    medians = pd.Series(values).rolling(half, center=True).median()
+    return medians.rolling(half, center=True).mean().to_numpy()

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hfgolf.commands.compare import _for_a_terminal
 from hfgolf.compare.comparison import compare_experiment, compare_outcomes, to_markdown
 from hfgolf.compare.experiment import Experiment
 from hfgolf.compare.plot import draw
@@ -64,6 +65,17 @@ def test_page_marks_differences_within_noise(experiment, outcomes):
     assert "- `muon[learning_rate=0.04]` failed with seed 3: it diverged" in page
     assert "Measured on an abacus, 2 cores; torch 2, hfgolf 1; commit abc." in page
     assert "(the whole validation set); 3 seeds (1, 2, 3)" in page and "not comparable" not in page
+
+
+def test_a_terminal_shows_columns_and_no_markdown(experiment, outcomes):
+    failures = no_failures(outcomes) | {"muon[learning_rate=0.04]": {3: "it diverged"}}
+    command = "hfgolf compare x.yaml " + "--a.long_option 1 " * 9
+    shown = _for_a_terminal(to_markdown(compare_experiment(experiment, command.strip(), outcomes, failures)))
+    assert not any(mark in shown for mark in ("|", "`", "**", "![", "# "))
+    table = shown[shown.index("arm  ") :].split("\n\n")[0].splitlines()
+    verdicts = ["verdict", "better", "better", "baseline", "within noise"]
+    assert [line[table[0].index("verdict") :].split("  ")[0] for line in table] == verdicts
+    assert f"Repeat it: {command.strip()}" in shown.splitlines() and "it diverged" in shown
 
 
 def test_best_at_the_edge_of_a_grid_is_flagged(experiment, outcomes):
