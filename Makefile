@@ -20,12 +20,18 @@ PARALLEL := --numprocesses logical --maxprocesses 4 --dist worksteal
 setup: $(VENV)/.ready
 
 $(VENV)/.ready: constraints.txt setup.cfg setup.py pyproject.toml
+	@echo "setting up $(VENV): downloads 0.4 GB with a PyTorch for CPUs, 2.9 GB with CUDA's, which Linux gets by default"
+	@test -n "$$PIP_EXTRA_INDEX_URL$$PIP_CONSTRAINT" || command -v nvidia-smi > /dev/null || \
+		echo "no NVIDIA GPU? PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu make setup takes the one for CPUs"
 	$(PYTHON) -m venv $(VENV)
-	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(VENV)/bin/python -m pip install --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $@
 
+# through accelerate if it was configured; else it would list its defaults, which hfgolf does not take
+ACCELERATED := $(wildcard $(or $(HF_HOME),$(HOME)/.cache/huggingface)/accelerate/default_config.yaml)
+
 train: setup
-	$(VENV)/bin/accelerate launch --quiet scripts/train.py --config $(CONFIG) $(ARGS)
+	$(VENV)/bin/$(if $(ACCELERATED),accelerate launch --quiet scripts/train.py,hfgolf train) --config $(CONFIG) $(ARGS)
 
 test: setup
 	$(PYTEST) $(PARALLEL) -m "not slow" $(ARGS)

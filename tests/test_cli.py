@@ -16,6 +16,7 @@ from hfgolf.cli import VERBS
 from hfgolf.config.parse import find_config, load_config
 from hfgolf.config.sections import TokenizerSection
 from hfgolf.run.provenance import run_metadata
+from hfgolf.system.command import own_command
 from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -76,6 +77,23 @@ def test_every_script_is_a_door_of_at_most_ten_lines_to_a_verb_or_a_benchmark():
 )
 def test_an_unknown_verb_is_one_line(hfgolf, arguments, said):
     assert hfgolf(*arguments) == (2, "", said)
+
+
+def test_a_printed_command_is_found_where_it_is_typed(tmp_path, monkeypatch):
+    for name in ("python", "hfgolf"):
+        (tmp_path / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
+        (tmp_path / ".venv" / "bin" / name).touch(mode=0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert own_command() == ".venv/bin/hfgolf"  # after make train, which activates nothing
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert own_command() == f"{tmp_path}/.venv/bin/hfgolf"
+    monkeypatch.setenv("PATH", f"{tmp_path}/.venv/bin")
+    assert own_command() == "hfgolf"
+    (tmp_path / ".venv" / "bin" / "hfgolf").unlink()
+    assert own_command() == f"{tmp_path}/.venv/bin/python -m hfgolf"
 
 
 def test_train_without_arguments_says_what_to_give_it(hfgolf, run_script):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import re
 import shlex
 import socket
@@ -101,10 +102,11 @@ def test_architecture_names_existing_functions_for_each_decision():
         assert set(re.findall(r"`(\w+)`", names)) <= defined, file
 
 
-def make(*arguments: str) -> str:
+def make(*arguments: str, **environment: str) -> str:
     """Return what make would run, had nothing been set up."""
     command = ["make", "--dry-run", "--always-make", "--no-print-directory", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    environment = {**os.environ, "HF_HOME": "/nowhere"} | environment
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
 
 def checks() -> list[str]:
@@ -114,15 +116,17 @@ def checks() -> list[str]:
     return [line.strip().removesuffix(" .") for line in lines[set_up + 1 :]]
 
 
-def test_make_installs_pinned_versions_and_passes_on_config_and_options():
+def test_make_installs_pinned_versions_and_passes_on_config_and_options(tmp_path):
     (install,) = (line for line in make("setup").splitlines() if "pip install" in line)
-    assert '-c constraints.txt -e ".[dev]"' in install
-    assert "scripts/train.py --config configs/small.yaml" in make("train")
+    assert '-c constraints.txt -e ".[dev]"' in install and "--quiet" not in install
+    assert ".venv/bin/hfgolf train --config configs/small.yaml" in make("train")
+    (tmp_path / "accelerate").mkdir()
+    (tmp_path / "accelerate" / "default_config.yaml").touch()
+    launched = make("train", HF_HOME=str(tmp_path))
+    assert ".venv/bin/accelerate launch --quiet scripts/train.py --config configs/small.yaml" in launched
     (shown,) = commands("make train CONFIG")
     trains = make(*shlex.split(shown)[1:]).splitlines()[-1]
-    assert trains.endswith(
-        "scripts/train.py --config configs/shakespeare_char.yaml --optim.learning_rate 0.01 --run.name slower"
-    )
+    assert trains.endswith("train --config configs/shakespeare_char.yaml --optim.learning_rate 0.01 --run.name slower")
     quick, slow = (shlex.split(make(target).splitlines()[-1])[1:] for target in ("test", "test-slow"))
     assert quick[:2] == slow[:2] == ["-m", "pytest"] and (quick[-2:], slow[-2:]) == (["-m", "not slow"], ["-m", "slow"])
     assert quick[2:-2] == slow[2:-2], "the same processes"
@@ -198,7 +202,7 @@ def test_gpt2_options_build_gpt2():
 @pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda path: path.stem)
 def test_config_header_has_its_command_and_expected_results(path):
     header = re.match(r"(?:#.*\n)+", path.read_text())[0]
-    assert f"#   accelerate launch scripts/train.py --config configs/{path.name}" in header
+    assert re.search(rf"^#   (accelerate launch .*)?hfgolf train --config {path.stem}$", header, re.MULTILINE)
     assert "Measured on" in header or "What to expect: " in header
 
 

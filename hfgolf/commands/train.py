@@ -1,4 +1,4 @@
-"""Train a GPT from text: accelerate launch scripts/train.py --config configs/small.yaml"""
+"""Train a GPT from text: hfgolf train my.txt"""
 
 import logging
 import os

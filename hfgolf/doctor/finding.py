@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.doctor.history import History
+from hfgolf.system.command import own_command
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Finding:
         It starts from the rates of the fix, because those of the run may break its steps, too.
         """
         rates = {key: value for key, value in self.fix.items() if key.endswith("learning_rate")}
-        return f"hfgolf find_lr --config {config} {_options(rates)}" if rates else None
+        return f"{own_command()} find_lr --config {config} {_options(rates)}" if rates else None
 
 
 def _options(values: Mapping[str, Any]) -> str:

@@ -18,7 +18,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from hfgolf.system.command import run_command
+from hfgolf.system.command import own_command, run_command
 from hfgolf.system.durable import write_text
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
@@ -187,7 +187,7 @@ class HubPusher:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _retry_command(self, folder: Path) -> str:
-        command = f"hfgolf push --run {folder.parent} --repo {self._repo_id}"
+        command = f"{own_command()} push --run {folder.parent} --repo {self._repo_id}"
         return command if self._format == "auto" else f"{command} --format {self._format}"
 
 

@@ -29,6 +29,7 @@ from hfgolf.run.record import (
     started_at,
     status,
 )
+from hfgolf.system.command import own_command
 from hfgolf.system.durable import write_bytes, write_text
 from hfgolf.system.redact import redact, redact_values
 from hfgolf.system.wording import describe_overlap, dollars, duration, join_words
@@ -142,7 +143,9 @@ def _describe(run: RunRecord, number: int, price: float | None) -> dict[str, Any
         "headlines": headlines(run, price),
         "basis": basis(run),
         "facts": _facts(run),
-        "sample_command": f"hfgolf generate {shlex.quote(str(Path(model).parent))}{prompted}" if model else None,
+        "sample_command": f"{own_command()} generate {shlex.quote(str(Path(model).parent))}{prompted}"
+        if model
+        else None,
         "price": price,
         "times": [_time(kind, spent, work, price) for kind, spent in seconds.items()],
         "work": _time("work", work, work, price),

@@ -5,9 +5,12 @@ from __future__ import annotations
 import io
 import os
 import select
+import shlex
+import shutil
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
 
 from hfgolf.system.errors import UserError, explained
@@ -62,6 +65,16 @@ def _say(error: Exception) -> int:
         with suppress(OSError):
             print(error.shown(redact), file=sys.stderr)
     return 2
+
+
+def own_command() -> str:
+    """Return what a person types here for `hfgolf`: its path if no shell would find it, as in a .venv not activated."""
+    beside = shutil.which("hfgolf", path=str(Path(sys.executable).parent))
+    if shutil.which("hfgolf"):
+        return "hfgolf"
+    if beside is None:
+        return f"{shlex.quote(sys.executable)} -m hfgolf"
+    return shlex.quote(os.path.relpath(beside) if Path(beside).is_relative_to(Path.cwd()) else beside)
 
 
 def is_first_of_machine() -> bool:

@@ -35,6 +35,7 @@ from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
 from hfgolf.run.folder import FolderTakenError, RunFolder
 from hfgolf.run.provenance import git_commit
+from hfgolf.system.command import own_command
 from hfgolf.system.durable import list_files, write_text
 from hfgolf.system.errors import UserError, refusal
 from hfgolf.system.hardware import accelerator_name
@@ -222,8 +223,8 @@ def show_summary(summary: dict[str, Any]) -> None:
         logger.info("report           %s", folder.report)
     trust = ", trust_remote_code=True" if "architecture" not in summary else ""
     logger.info('in Python        AutoModelForCausalLM.from_pretrained("%s"%s)', summary["model"], trust)
-    logger.info("next             hfgolf generate %s", shlex.quote(str(folder.path)))
-    logger.info("                 hfgolf chat %s", shlex.quote(str(folder.path)))
+    command, name = own_command(), shlex.quote(str(folder.path))
+    logger.info("next             %s generate %s\n%s%s chat %s", command, name, 17 * " ", command, name)
 
 
 def beside_compressors(summary: dict[str, Any]) -> str:

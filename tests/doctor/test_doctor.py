@@ -20,6 +20,7 @@ from hfgolf.doctor.finding import Finding
 from hfgolf.hooks.doctor import Diagnosis
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import Metrics
+from hfgolf.system.command import own_command
 from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -602,7 +603,7 @@ def test_script_prints_findings(run_script, tmp_path):
     assert finding.fix.keys() >= {"optim.learning_rate", "optim.adamw_learning_rate"}
     rates = " ".join(f"--{key} {value}" for key, value in finding.fix.items() if key.endswith("learning_rate"))
     config = sick / "config.yaml"
-    assert f"  try    {finding.options}\n  find   hfgolf find_lr --config {config} {rates}\n" in out
+    assert f"  try    {finding.options}\n  find   {own_command()} find_lr --config {config} {rates}\n" in out
     status, out, _ = run_script("doctor.py", "--json", well, sick)
     as_json = json.loads(json.dumps(vars(finding)))
     assert (status, json.loads(out)) == (1, {str(well): [], str(sick): [as_json]})

@@ -13,6 +13,7 @@ from tiny_export import SUMMARY, build_tiny, card_of, contents, push
 from hfgolf.publish import hub as hub_module
 from hfgolf.publish.export import export_model
 from hfgolf.publish.hub import HubPusher, push_folder
+from hfgolf.system.command import own_command
 from hfgolf.system.durable import list_files
 from hfgolf.system.errors import UserError
 
@@ -145,7 +146,7 @@ def test_silent_hub_times_out(exported, our_hub, monkeypatch, caplog):
     monkeypatch.setattr(hub_module, "PUSH_TIMEOUT_SECONDS", 2)
     pusher = HubPusher("user/name", private=False, format="golf")
     pusher.push_now(exported, "step 6")
-    again = f"To try again: hfgolf push --run {exported.parent} --repo user/name --format golf"
+    again = f"To try again: {own_command()} push --run {exported.parent} --repo user/name --format golf"
     assert caplog.messages == [f"hub: not pushed: it did not finish within 2 s. {again}"]
     monkeypatch.setattr(hub_module, "RESPONSE_TIMEOUT_SECONDS", 0.2)
     with pytest.raises(UserError, match=r"cannot push to user/name: .*timed? ?out"):

@@ -21,6 +21,7 @@ from hfgolf.report.report import render_page, write_report
 from hfgolf.run import metrics
 from hfgolf.run.metrics import read_metrics, read_rows
 from hfgolf.run.record import final_figures, read_run, seconds_by_kind, status
+from hfgolf.system.command import own_command
 from hfgolf.system.wording import dollars, duration, size
 from hfgolf.train import finish, loop
 
@@ -175,7 +176,7 @@ def test_final_report_shows_the_results_of_the_run(run, tiny_run, monkeypatch, c
     written = [event["text"] for event in read_metrics(path / "metrics.jsonl").events if event["event"] == "sample"]
     assert len(written) == 2 and all(text.startswith("to be") for text in [*written, summary["sample"]])
     assert (path / "report.html").read_text().count('<pre class="sample"><b>to be</b>') == 2  # the summary's is one
-    assert f"hfgolf generate {path} --prompt 'to be'" in page.text
+    assert f"{own_command()} generate {path} --prompt 'to be'" in page.text
     assert summary["sample"].split()[0] in page.text and "max_steps: 6 # command line" in page.text
 
     shown = [name for name in page.ids if name.startswith("chart-")]

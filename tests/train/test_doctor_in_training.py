@@ -24,6 +24,7 @@ from hfgolf.doctor.finding import Finding
 from hfgolf.evaluate import loss
 from hfgolf.evaluate.windows import batches
 from hfgolf.system import stopwatch
+from hfgolf.system.command import own_command
 from hfgolf.system.errors import UserError
 from hfgolf.train import loop
 from hfgolf.train.feed import blocks_per_epoch
@@ -94,7 +95,7 @@ def test_exploding_learning_rate(run, tiny_run, caplog):
     assert "a learning rate that is much too high" in finding.causes[0]
     assert finding.fix == {"optim.learning_rate": 0.003, "schedule.warmup_steps": 100}
     (line,) = (line for line in caplog.messages if line.startswith("doctor"))
-    assert line.startswith(f"doctor: {finding}, or find them: hfgolf find_lr --config ") and "\n" not in line
+    assert line.startswith(f"doctor: {finding}, or find them: {own_command()} find_lr --config ") and "\n" not in line
 
 
 def test_gradient_always_clipped(run, tiny_run):

@@ -123,6 +123,17 @@ def test_emulated_bf16_is_warned_of(monkeypatch, caplog, precision, lines):
     assert len([line for line in caplog.messages if "only emulates bf16" in line]) == lines
 
 
+@pytest.mark.parametrize(
+    ("source", "fastest", "lines"),
+    [("accelerate", torch.bfloat16, 1), ("accelerate", torch.float32, 0), ("command line", torch.bfloat16, 0)],
+)
+def test_fp32_by_accelerate_s_defaults_is_warned_of_where_bf16_is_fast(monkeypatch, caplog, source, fastest, lines):
+    monkeypatch.setattr("hfgolf.train.announce.fast_product_dtype", lambda device: fastest)
+    said = load_config(["--train.max_steps=1"]).resolve(source, train__mixed_precision="no")
+    announce_device(decisions.Decisions(said.config, said.sources, "no"), SimpleNamespace(device=CPU, num_processes=1))
+    assert len([line for line in caplog.messages if "--train.mixed_precision bf16" in line]) == lines
+
+
 def test_cores_are_split_between_processes(monkeypatch):
     monkeypatch.setattr(process.os, "sched_getaffinity", lambda pid: set(range(6)), raising=False)
     assert [process.share_of_cores(processes) for processes in (1, 2, 4, 12)] == [6, 3, 1, 1]
