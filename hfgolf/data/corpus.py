@@ -197,7 +197,7 @@ def load_corpus(data: DataSection) -> Corpus:
     if kinds & {*TABLES, *ARCHIVES}:
         identity["text_column"] = data.text_column
     if kinds & {*ARCHIVES}:
-        identity["member_kinds"] = " ".join(KNOWN)
+        identity["member_kinds_sha256"] = hashlib.sha256(" ".join(KNOWN).encode()).hexdigest()
     if ".ipynb" in kinds:
         identity["notebooks"] = "cells"  # older caches have their JSON
     if data.encoding is not None:
