@@ -167,11 +167,8 @@ class Corpus:
         for name, split, content in itertools.islice(documents, self.data.max_documents):
             yield name, split or self.hashed_split(name), content
         if skipped:
-            column = content_column(self.data)
-            names = (
-                f"{count_of(len(skipped), 'file')} without a column {column.name!r}: {join_words(skipped, maximum=3)}"
-            )
-            log_once(f"data.files: skipped {names}")
+            found = f"{count_of(len(skipped), 'file')} without rows of {content_column(self.data).name}"
+            log_once(f"data.files: skipped {found}: {join_words(skipped, maximum=3)}")
 
     def require_text(self, split: str, num_found: int) -> None:
         """Raise UserError if nothing was found in a split."""
@@ -228,7 +225,7 @@ def load_corpus(data: DataSection) -> Corpus:
     if kinds & {*TABLES, *ARCHIVES}:
         identity["text_column"] = data.text_column
     if kinds & {*ARCHIVES}:
-        identity["member_kinds"] = " ".join(KNOWN)
+        identity["member_kinds_sha256"] = hashlib.sha256(" ".join(KNOWN).encode()).hexdigest()
     if ".ipynb" in kinds:
         identity["notebooks"] = "cells"  # older caches have their JSON
     if data.encoding is not None:

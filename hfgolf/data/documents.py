@@ -23,7 +23,7 @@ from typing import Any
 from hfgolf.config.sections import DataSection
 from hfgolf.data.archives import DECOMPRESSED, Opener, members_of, unreadable
 from hfgolf.data.files import ARCHIVES, TEXTS, SourceFile, is_utf8, log_skipped, marked_encoding, not_text, require_text
-from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Answer, Column, NoColumnError, Row, row_name
+from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Answer, Column, NoTableError, Row, row_name
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import first_line, join_words, one_line, shortened
 
@@ -48,8 +48,7 @@ _ABSENT: tuple[object, ...] = (None, "", [], {})
 def read_file(file: SourceFile, data: DataSection, scratch: Path, skipped: list[str]) -> Iterator[Document]:
     """Yield the documents of a file, in order. Raises UserError if it cannot be read.
 
-    scratch: a folder for files that must be decompressed first. skipped: gets the names of optional tables that do not
-    have the column.
+    scratch: a folder for files that must be decompressed first. skipped: gets the names of optional files without rows.
     """
     if data.source == "python_stdlib":
         text = file.path.read_bytes()
@@ -78,12 +77,12 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: l
     texts = {_key(member) for member in used.values() if member.endings[0] not in TABLES}
     # as in webdataset, a sample's KEY.json is about its KEY.txt
     kinds = [".json"] if file.endings[0] == ".tar" else []
-    beside = {number for number, member in used.items() if member.endings[0] in kinds and _key(member) in texts}
+    beside = [number for number, member in used.items() if member.endings[0] in kinds and _key(member) in texts]
     reasons = {"other kind": [name for name, number in last.items() if number not in used]}
-    reasons["about a text"] = [names[number] for number in beside]
-    log_skipped("data.files", str(file.path), len(used) - len(beside), reasons)
+    reasons["about a text"] = [names[number] for number in beside if used.pop(number)]
+    log_skipped("data.files", str(file.path), len(used), reasons)
     for number, (_, opener) in enumerate(members_of(file)):
-        if number in used and number not in beside:
+        if number in used:
             member = replace(used[number], is_optional=bool(texts))
             require_text(member, "data.files")
             yield from _read(member, opener, data, scratch, skipped)
@@ -105,11 +104,11 @@ def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, sk
             with _uncompressed(file, opener, scratch) as path:
                 yield from _documents(BINARY_TABLES[ending](path, column, file.path), file, data)
         elif column.key != "text_column":
-            raise NoColumnError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
+            raise NoTableError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
         else:
             yield file.name, file.split, _notebook(blocks, file.path) if ending == ".ipynb" else blocks
-    except NoColumnError:
-        if not file.is_optional:
+    except NoTableError:
+        if not file.is_optional or ending in (".jsonl", ".ndjson"):
             raise
         skipped.append(file.name)
 
@@ -217,7 +216,7 @@ def _other_encoding(error: UnicodeDecodeError) -> str:
         if any(0x80 <= byte < 0xA0 for byte in high):
             name, encoding = "Windows-1252", "windows-1252"
         around = block[max(0, error.start - 20) : error.start + 20].decode(encoding, "replace")
-        word = next(word for word in around.split() if not word.isascii())
+        word = next(word for word in re.split("[ \t\r\n]+", around) if not word.isascii())
         return f"it is probably {name}, with words such as {shortened(word)}; set data.encoding {encoding}"
     return "find its encoding, such as gb18030 or shift_jis, and set data.encoding to it"
 

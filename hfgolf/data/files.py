@@ -108,7 +108,7 @@ class SourceFile:
     path: Path
     split: str | None = None
     is_optional: bool = False
-    """It was found beside text rather than named, so if it is a table without the column, it is skipped."""
+    """It was found beside text rather than named: without rows, it is skipped."""
 
     @property
     def endings(self) -> tuple[str, str]:

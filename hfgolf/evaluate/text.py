@@ -64,7 +64,7 @@ def tokenize_files(
             message = message.replace(key, f"--{option.removeprefix('data.')}")
         for advice, ours in (
             ("set data.encoding to it", "convert it to UTF-8"),
-            ("set data.encoding", "convert it from"),
+            ("set data.encoding", "convert it to UTF-8 from"),
         ):
             message = message.replace(advice, ours)
         raise UserError(message) from None

@@ -94,17 +94,17 @@ def test_source_tree_is_its_sources_and_the_cells_of_its_notebooks(tmp_path, wri
     assert texts == ["# A\n\nb\n\nprint(1)" if ending == ".ipynb" else ending for ending in TEXTS]
 
 
-def test_tables_beside_text_are_skipped_without_the_column_but_not_if_they_are_named(tmp_path, write, train_on, caplog):
+def test_json_without_rows_is_skipped_beside_text_but_not_if_it_is_named(tmp_path, write, train_on, caplog):
     write("a.py", "code")
     write("package.json", '{"name": "x"}')
     write("tsconfig.json", "{ // comment\n}")
-    write("fixtures/a.csv", "a;b\n1;2\n")
+    write("b/c.json", '{"n": [1, 2], "m": {"text": "no"}}')
     folder, chat = tmp_path / "text", '{"messages": [{"role": "assistant", "content": "a"}]}\n'
     with caplog.at_level(logging.INFO, "hfgolf"):
         assert documents(train_on(folder), tmp_path) == ["code"]
-    line = "data.files: skipped 3 files without a column 'text': package.json, tsconfig.json, fixtures/a.csv"
+    line = "data.files: skipped 3 files without rows of text: package.json, tsconfig.json, b/c.json"
     assert line in caplog.messages
-    for name in ("package.json", "tsconfig.json", "fixtures/a.csv"):
+    for name in ("package.json", "tsconfig.json", "b/c.json"):
         assert name in fails(train_on(folder, folder / name), tmp_path)
     write("broken.jsonl", '{"text": "a"}\n{"text": 7}\n')
     assert "broken.jsonl, row 1 (line 2): 'text' holds a number" in fails(train_on(folder), tmp_path)
@@ -113,10 +113,26 @@ def test_tables_beside_text_are_skipped_without_the_column_but_not_if_they_are_n
     assert found[2] == [{"role": "assistant", "content": "a"}]
 
 
-def test_only_tables_in_a_folder_need_the_column(tmp_path, write, train_on):
-    write("a.jsonl", '{"text": "a"}\n')
-    write("b.jsonl", '{"body": "a"}\n')
-    assert "b.jsonl has no column 'text'" in fails(train_on(tmp_path / "text"), tmp_path)
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("b.jsonl", '{"body": "a"}\n'),
+        ("b.json", '[{"body": "a"}]'),
+        ("b.json", '{"body": "a"}\n{"body": "b"}'),
+        ("b.json", '{"data": [{"body": "a"}, {"body": "b"}]}'),
+        ("b.json", '["a", "b"]'),
+        ("b.csv", "body\na\n"),
+        ("b.jsonl", "not JSON"),
+    ],
+)
+def test_tables_beside_text_need_the_column(tmp_path, write, train_on, name, content):
+    """A dataset with a README does not train on its README alone."""
+    write("README.md", "about the dataset")
+    write(name, content)
+    problem = fails(train_on(tmp_path / "text"), tmp_path)
+    assert name in problem and ("has no column 'text'" in problem or "row 0 (line 1) cannot be read" in problem)
+    archive = write("../b.zip", zipped({"README.md": "about", name: content}))
+    assert f"b.zip/{name}" in fails(train_on(archive), tmp_path)
 
 
 CELLS = [

@@ -271,6 +271,7 @@ def test_office_documents_are_named_by_their_ending(read):
             ("\u201cquoted\u201d text " * 9).encode("cp1252"),
             "with words such as '“quoted”'; set data.encoding windows-1252.",
         ),
+        (b"one\xa0hundred and one " * 9, "with words such as 'one\\xa0hundred'; set data.encoding latin-1."),
         ("привет мир".encode("koi8-r"), "find its encoding"),
         ("é".encode() * 50 + b"\xff" + "é".encode() * 50, "most of it is UTF-8"),
         ("é".encode() * 50 + b"\xc3", "its last character is cut"),
