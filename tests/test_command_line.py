@@ -84,7 +84,6 @@ def test_the_command_line_wins_wherever_the_config_stands(config_file, stated, k
 @pytest.mark.parametrize(
     ("arguments", "origin"),
     [
-        (["a.txt", "--batch.sequence_length=300"], " It is from small."),
         ([*ENDS, "--batch.sequence_length=300"], " It is from the defaults."),
         (["a.txt", "--batch.sequence_length=300", "--batch.segment_length=7"], ""),
         (["a.txt", "--model.num_attention_heads=3"], " It is from small."),
@@ -95,6 +94,24 @@ def test_a_value_that_nobody_wrote_is_blamed_with_its_origin(arguments, origin):
     with pytest.raises(UserError, match=r"^(batch|model)\.") as error:
         load_config(arguments)
     assert str(error.value).endswith(origin) and (origin or "from" not in str(error.value))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--batch.sequence_length=300"], (2400, None)),
+        (["--batch.sequence_length=512"], (2048, 64)),
+        (["--batch.sequence_length=5000"], (5000, None)),
+        (["--batch.sequence_length=64"], (2048, None)),
+        (["--batch.sequence_length=100", "--model.init_from=x"], (4000, None)),
+        (["--batch.sequence_length=100", "--batch.tokens_per_step=700"], (700, None)),
+    ],
+)
+def test_the_batch_of_a_shipped_config_fits_a_stated_sequence_length(arguments, expected):
+    resolved = load_config(["a.txt", *arguments])
+    batch = resolved.config.batch
+    assert (batch.tokens_per_step, batch.segment_length) == expected
+    assert resolved.sources.get("batch.tokens_per_step") != "auto", "that is for the autopilot"
 
 
 def test_after_two_dashes_all_are_texts():

@@ -129,7 +129,7 @@ def count_tokens(config: RunConfig) -> TokenCounts:
             tokens = token_cache.load_tokens(config.data, tokenizer)
             return TokenCounts(embedding_rows(tokens.tokenizer), len(tokens.train), len(tokens.val))
         found = token_cache.find_cache(corpus, tokenizer, cache_folder(config.data))
-        reason = "not tokenized yet" + (f": {num_bytes / 1e6:,.0f} MB of text" if listed else "")
+        reason = "not tokenized yet" + (f": {num_bytes / 1e6:,.0f} MB of files" if listed else "")
     except UserError as error:
         reason = str(error)
     if found:

@@ -63,7 +63,7 @@ def main() -> None:
     )
     from hfgolf.train.autopilot import choose, is_open
     from hfgolf.train.console import show_log
-    from hfgolf.train.init_from import take_architecture
+    from hfgolf.train.init_from import named_by_weights, take_architecture
     from hfgolf.train.process import processes as accelerate_processes
 
     show_log(is_main_process=False)  # warnings only
@@ -79,7 +79,8 @@ def main() -> None:
         config = config.replace(**chosen)
         print("\n".join([*lines, ""]))
     price, minutes = config.run.price_per_hour, config.train.max_minutes
-    data = count_tokens(config)
+    with named_by_weights(resolved):
+        data = count_tokens(config)
     needs = find_needs(config, meta_model(config, data.vocabulary, machine.device), machine)
     assumed = assumed_speed(needs.flops, machine, config.model.gradient_checkpointing)
     speed = options.tokens_per_second or assumed

@@ -162,9 +162,16 @@ def load_config(
             _check_key(key, path)
         below, said = _laid_over(below, from_file, path)
         sources |= dict.fromkeys(said, "file")
-    implied = _implied(below, stated) | (_placeholders(stated) if sources.get("train.max_tokens") == "auto" else {})
+    shipped = {key: value for key, value in below.items() if sources.get(key) in ("small", "finetune")}
+    fitting = _fitting_batch(shipped, stated)
+    implied = _implied(below, stated) | fitting
+    implied |= _placeholders(stated) if sources.get("train.max_tokens") == "auto" else {}
     merged, said = _laid_over(below | implied, stated, where)
-    sources |= dict.fromkeys(implied, "auto") | dict.fromkeys(said, where.removeprefix("the "))
+    sources |= (
+        dict.fromkeys(implied, "auto")
+        | dict.fromkeys(fitting, "batch.sequence_length")
+        | dict.fromkeys(said, where.removeprefix("the "))
+    )
     merged, half_life = with_ema_decay(merged), merged.get(HALF_LIFE)
     if half_life is not None and "optim.ema_decay" in merged:
         _say_once(f"{HALF_LIFE} {half_life} is now optim.ema_decay {merged['optim.ema_decay']}")
@@ -293,6 +300,21 @@ def _implied(below: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, A
     if stated.get("model.init_from") is not None and below.get("batch.segment_length"):
         implied["batch.segment_length"] = None
     return implied
+
+
+def _fitting_batch(shipped: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the batch for a stated sequence length that does not divide that of a shipped base. shipped: its keys."""
+    length, fitting = stated.get("batch.sequence_length"), dict[str, Any]()
+    if not isinstance(length, int) or length < 1 or "batch.tokens_per_step" not in shipped:
+        return fitting
+    if (per_step := shipped["batch.tokens_per_step"]) % length:
+        sequences = max(1, round(per_step / length))
+        # a number that micro-batches divide
+        fitting["batch.tokens_per_step"] = length * (8 * round(sequences / 8) if sequences > 4 else sequences)
+    segment = shipped.get("batch.segment_length")
+    if segment and (length % segment or length <= segment):
+        fitting["batch.segment_length"] = None
+    return {key: value for key, value in fitting.items() if key not in stated}
 
 
 def _placeholders(stated: Mapping[str, Any]) -> dict[str, Any]:

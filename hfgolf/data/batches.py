@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from hfgolf.data.token_stream import Stream
 from hfgolf.system.errors import UserError
+from hfgolf.system.wording import count_of
 
 Batch = dict[str, torch.Tensor]
 Ranges = Sequence[Sequence[int]]
@@ -39,9 +40,10 @@ _WORKER_TIMEOUT_SECONDS = 120  # per batch; the first one includes the start of 
 def num_blocks(num_tokens: int, sequence_length: int) -> int:
     """Return the number of full blocks in a stream. Raises UserError if there are none."""
     if num_tokens <= sequence_length:
+        shorter = 1 << (num_tokens - 1).bit_length() - 1 if num_tokens > 1 else 0
         raise UserError(
-            f"The train split has {num_tokens} tokens, fewer than one block of batch.sequence_length"
-            f" {sequence_length} + 1; add text or reduce batch.sequence_length."
+            f"data: the training text has {count_of(num_tokens, 'token')}, but a sequence takes {sequence_length:,} and"
+            f" the one after; add text{f', or set batch.sequence_length {shorter} or less' if shorter else ''}."
         )
     return (num_tokens - 1) // sequence_length
 

@@ -331,6 +331,9 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
     where = f"tokenizer.name_or_path: {name_or_path!r}"
     path = Path(name_or_path).expanduser()
     tokenizer: Any
+    missing = f"{where} has no tokenizer, such as tokenizer.json; save that of its model there."
+    if path.is_dir() and not any(any(path.glob(files)) for files in ("*token*", "*.model", "vocab*", "*tekken*")):
+        raise UserError(missing)
     try:
         if path.is_file():
             tokenizer = _from_file(path)
@@ -351,6 +354,8 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
         raise UserError(f"{where} cannot be loaded ({reason}); check the name or folder and the network.") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"{where} has no tokenizer.json; hfgolf needs a fast tokenizer.")
+    if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # transformers made an empty one
+        raise UserError(missing)
     front, back = added_around(tokenizer)
     if tokenizer.eos_token_id is None:
         known = [n for n in (*tokenizer.convert_ids_to_tokens(back[-1:]), *_KNOWN_ENDS) if n in tokenizer.get_vocab()]

@@ -10,7 +10,8 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +87,16 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
         key: others[key] for key in MODEL_FIELDS if key in others and others[key] != MODEL_FIELDS[key]
     }
     if shape.position_embedding == "learned":
-        resolved = _within(resolved, shape.max_position_embeddings)
+        positions = shape.max_position_embeddings
+        resolved = _within(resolved, positions)
+        if (
+            config.model.position_embedding != "learned"
+            and (length := resolved.config.batch.sequence_length) > positions
+        ):
+            raise UserError(
+                f"batch.sequence_length: {length} is longer than the {positions} positions of the weights in {source};"
+                f" set {positions} or less."
+            )
     return _take_tokenizer(resolved.resolve("model.init_from", **values), source)
 
 
@@ -103,6 +113,17 @@ def _take_tokenizer(resolved: ResolvedConfig, source: str) -> ResolvedConfig:
         _require_same_vocabulary(resolved.config.tokenizer, source)
         return resolved
     return resolved.resolve("model.init_from", tokenizer__kind="pretrained", tokenizer__name_or_path=source)
+
+
+@contextmanager
+def named_by_weights(resolved: ResolvedConfig) -> Iterator[None]:
+    """Have errors about the tokenizer name model.init_from, if that is where the tokenizer is from."""
+    try:
+        yield
+    except UserError as error:
+        if resolved.sources.get("tokenizer.name_or_path") != "model.init_from":
+            raise
+        raise UserError(str(error).replace("tokenizer.name_or_path", "model.init_from")) from None
 
 
 def keep_architecture(resolved: ResolvedConfig, before: Mapping[str, Any]) -> ResolvedConfig:

@@ -65,7 +65,14 @@ from hfgolf.train.console import console
 from hfgolf.train.decisions import Decisions, choose_micro_batch, decide, free_bytes, share_loss_elements
 from hfgolf.train.feed import is_out_of_memory, start_batches
 from hfgolf.train.hooks import Hooks
-from hfgolf.train.init_from import frozen_names, keep_architecture, load_old_text, load_weights, take_architecture
+from hfgolf.train.init_from import (
+    frozen_names,
+    keep_architecture,
+    load_old_text,
+    load_weights,
+    named_by_weights,
+    take_architecture,
+)
 from hfgolf.train.meter import Meter
 from hfgolf.train.process import (
     processes,
@@ -103,7 +110,8 @@ def set_up(
             for line in lines:
                 logger.info("%s", line)
             decisions = _decide(said.resolve("auto", **chosen), origin)
-        tokens = _load_tokens(decisions.config, origin)
+        with named_by_weights(decisions):
+            tokens = _load_tokens(decisions.config, origin)
         run = _build(decisions, accelerator, tokens, folder, origin, stopwatch, hooks or Hooks())
         _restore(run, origin)
         _start(run, origin, signals or Signals())
@@ -217,7 +225,9 @@ def _load_tokens(config: RunConfig, origin: _Origin | None) -> TokenCache:
         "all machines must read the same text with the same tokenizer",
     )
     counts = f"{len(tokens.train):,} train and {len(tokens.val):,} validation tokens"
-    how = f"{config.tokenizer.kind} {embedding_rows(tokens.tokenizer):,}{', cached' if tokens.is_hit else ''}"
+    rows = embedding_rows(tokens.tokenizer)
+    kind = "byte" if (config.tokenizer.kind, rows) == ("bpe", 257) else config.tokenizer.kind  # of little text
+    how = f"{kind} {rows:,}{', cached' if tokens.is_hit else ''}"
     logger.info("%s", labeled("data", f"{text_name(config.data)}: {counts} ({how})"))
     num_blocks(len(tokens.train), config.batch.sequence_length)  # raises if there is not one block
     tokens.tokenizer.model_max_length = config.max_positions

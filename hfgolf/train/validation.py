@@ -57,9 +57,9 @@ def final_budget(run: Run, last_step: float | None = None) -> int | None:
     config, state = run.config, run.state
     if run.init_from:
         last_step = run.step_limit
-    steps = 0 if last_step is None else last_step - state.step
+    steps = 0 if last_step in (None, math.inf) else int(last_step - state.step)
     is_unknown = run.init_from and config.train.max_minutes
-    return config.final_eval_tokens(0 if is_unknown else state.tokens + int(steps) * config.batch.tokens_per_step)
+    return config.final_eval_tokens(0 if is_unknown else state.tokens + steps * config.batch.tokens_per_step)
 
 
 def evaluation_steps(run: Run, last_step: float) -> tuple[float, float]:
@@ -83,9 +83,8 @@ def describe_validation(run: Run) -> str:
     share = each * config.eval_passes / (3 * per_step * every)
     tokens = f"all {whole:,} tokens" if each == whole else f"{each:,} of {whole:,} tokens"
     at_the_end = ""
-    if each == whole:
-        pass
-    elif config.train.max_minutes and config.train.final_eval_tokens == "auto" and not run.init_from:
+    is_open = config.train.max_minutes and config.train.final_eval_tokens == "auto" and not run.init_from
+    if is_open and each < whole:
         at_the_end = "; at the last step, as many as take 5% of all compute"
     elif (final := evaluation_extent(val, final_budget(run, run.step_limit))[0]) > each:
         at_the_end = f"; {'all of them' if final == whole else f'{final:,}'} at the last step"

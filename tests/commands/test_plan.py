@@ -180,7 +180,7 @@ def test_small_text_is_counted_and_cached(tiny_run, monkeypatch):
 
 def test_uncounted_text_is_explained(tiny_run, monkeypatch):
     monkeypatch.setattr(needs, "MAX_CHEAP_BYTES", 0)
-    assert count_tokens(load_config(tiny_run()).config) == TokenCounts(257, note="not tokenized yet: 0 MB of text")
+    assert count_tokens(load_config(tiny_run()).config) == TokenCounts(257, note="not tokenized yet: 0 MB of files")
     missing = count_tokens(load_config(tiny_run(data__files="nowhere.txt", tokenizer__kind="bpe")).config)
     assert missing.vocabulary == 4096 and missing.train_tokens is None
     assert "no file matches 'nowhere.txt'" in missing.note

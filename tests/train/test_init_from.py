@@ -189,8 +189,33 @@ def test_learned_positions_limit_the_sequences(exported):
     nulls = ["--model.max_position_embeddings=null", "--model.vocab_size=null", "--batch.sequence_length=16"]
     model = taken(weights, *nulls).model
     assert (model.max_position_embeddings, model.vocab_size) == (32, 257)
-    with pytest.raises(UserError, match=r"batch.sequence_length: 64 is longer than the 32 learned positions"):
+    with pytest.raises(UserError, match=r"batch.sequence_length: 64 is longer than the 32 positions of the weights"):
         taken(weights, "--batch.sequence_length=64")
+
+
+def test_errors_name_what_was_written(exported, from_weights, tmp_path, reset_accelerate):
+    """Of weights without a tokenizer, with half of one, and of a text shorter than a sequence that nobody asked for."""
+    weights, short = exported(**NATIVE["GPT2"]), tmp_path / "short.txt"
+    short.write_text("To be or not to be")
+    bare = tmp_path / "bare"
+    bare.mkdir()
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(weights / name, bare)
+    cut = shutil.copytree(weights, tmp_path / "cut")
+    (cut / "tokenizer.json").write_bytes((weights / "tokenizer.json").read_bytes()[:200])
+    for source, options, message in (
+        (bare, {}, r"model\.init_from: '.*bare' has no tokenizer"),
+        (cut, {}, r"model\.init_from: .*cut"),
+        (
+            weights,
+            {"data__files": short},
+            r"data: the training text has \d+ tokens, .* or set batch.sequence_length 16 or",
+        ),
+    ):
+        reset_accelerate()
+        with pytest.raises(UserError, match=message) as error:
+            setup.set_up(load_config(from_weights(source, **options)))
+        assert "tokenizer.name_or_path" not in str(error.value)
 
 
 def test_another_vocabulary_is_refused_and_the_same_accepted(exported, tmp_path):

@@ -301,6 +301,26 @@ def test_the_last_evaluation_has_a_budget_and_says_what_it_read(
     assert f"on the first {read:,} validation tokens" in shown and f"{share:.0%} of them" in shown
 
 
+@pytest.mark.parametrize(
+    ("final", "said"),
+    [
+        ("auto", "; at the last step, as many as take 5% of all compute"),
+        ("null", "; all of them at the last step"),
+        (40_000, "; 33,"),
+        (1, "of their compute"),
+    ],
+)
+def test_the_start_says_what_the_last_evaluation_reads_if_minutes_end_the_run(
+    tiny_run, long_validation, reset_accelerate, final, said, caplog
+):
+    reset_accelerate()
+    limits = {"train__max_steps": "null", "train__max_minutes": 5, "train__final_eval_tokens": final}
+    with caplog.at_level("INFO", "hfgolf"):
+        setup.set_up(load_config(tiny_run(**long_validation | limits)))
+    (line,) = (message for message in caplog.messages if message.startswith("evaluate"))
+    assert said in line and line.endswith(said) == (said != "; 33,")
+
+
 def test_the_last_evaluation_of_a_resumed_or_rebuilt_run_reads_what_that_of_a_straight_one_does(
     run, tiny_run, long_validation
 ):
