@@ -33,7 +33,7 @@ from hfgolf.config.parse import ResolvedConfig, as_resolved, find_config, load_c
 from hfgolf.config.sections import DataSection, RunConfig
 from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.files import require_paths, train_and_validation
-from hfgolf.data.tables import other_keys
+from hfgolf.data.tables import Column, other_keys
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.hooks import standard_hooks
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -330,12 +330,13 @@ def text_file(data: Any, stated: Mapping[str, Any]) -> Path:
     """
     from datasets import Dataset
 
-    column = stated.get("data.text_column") or DataSection().text_column
+    text_column = stated.get("data.text_column") or DataSection().text_column
+    column = stated.get("data.messages_column") or stated.get("data.ids_column") or text_column
     if not isinstance(data, Dataset):
-        data = _dataset(data, column)
+        data = _dataset(data, text_column, is_alone=column == text_column)
     if not len(data):
         raise UserError(f"data: there is nothing in it; {_ALLOWED}.")
-    if not {column, stated.get("data.messages_column"), stated.get("data.ids_column")} & {*data.column_names}:
+    if Column("text_column", column).find(data.column_names) is None:
         names = join_words(data.column_names, maximum=9) or "it has none"
         other = other_keys(data.column_names)
         raise UserError(
@@ -348,8 +349,11 @@ def text_file(data: Any, stated: Mapping[str, Any]) -> Path:
     return _once(stated, digest.hexdigest(), lambda folder: data.to_parquet(folder / "data.parquet")) / "data.parquet"
 
 
-def _dataset(data: Any, column: str) -> Dataset:
-    """Return the rows of an object that is no Dataset; strings and arrays are the column of text."""
+def _dataset(data: Any, column: str, is_alone: bool) -> Dataset:
+    """Return the rows of an object that is no Dataset; strings and arrays are the column of text.
+
+    is_alone: whether the column of text is all that is needed of a table.
+    """
     import pyarrow as pa
     from datasets import Dataset, IterableDataset
 
@@ -360,7 +364,7 @@ def _dataset(data: Any, column: str) -> Dataset:
         raise UserError(f"data: {kind} has no order or no known end; {_ALLOWED}.")
     try:
         if (names := getattr(data, "column_names", getattr(data, "columns", None))) is not None:
-            if column in [*names]:  # what is in the others does not matter
+            if is_alone and column in [*names]:  # what is in the others does not matter
                 data = data.select([column]) if hasattr(data, "select") else data[[column]]
             return Dataset(pa.table(data))
         items = data.to_pylist() if hasattr(data, "to_pylist") else list(data)
@@ -372,7 +376,9 @@ def _dataset(data: Any, column: str) -> Dataset:
             raise TypeError(f"{shortened(items[0])} is a file; pass paths as files")
         if wanted is str:
             return Dataset.from_dict({column: items})
-        return Dataset.from_list([{column: row.get(column)} for row in items] if column in items[0] else items)
+        return Dataset.from_list(
+            [{column: row.get(column)} for row in items] if is_alone and column in items[0] else items
+        )
     except UnicodeEncodeError as error:
         raise UserError(f"data: {shortened(error.object)} is not text ({one_line(error)}); remove that.") from None
     except (TypeError, ValueError, NotImplementedError, pa.ArrowException) as error:

@@ -332,6 +332,17 @@ def test_the_column_of_text_may_be_named_in_the_config(folder, resolved):
     assert resolved[0].config.data.text_column == "body" and list(Path("own/passed").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("key", "name"), [("messages_column", "completion"), ("ids_column", "ids"), ("text_column", "nested.body")]
+)
+def test_another_column_may_be_named_in_the_config_beside_one_of_text(folder, resolved, key, name):
+    row = {"text": "a", "prompt": "b", "completion": "c", "ids": [1], "nested": {"body": "d"}}
+    Path("own.yaml").write_text(f"data: {{{key}: {name}}}\ntokenizer: {{kind: byte}}\ntrain: {{max_steps: 1}}")
+    for data in ([row], pd.DataFrame([row]), Dataset.from_list([row])):
+        hfgolf.fit(data=data, config="own.yaml")
+        assert {*Dataset.from_parquet(resolved[-1].config.data.files).column_names} == {*row}
+
+
 @pytest.mark.parametrize("files", [pd.DataFrame(TABLE), b"my.txt", None, 5, [TEXTS], io.StringIO("my.txt"), {"a": 1}])
 def test_what_names_no_files_is_one_line(folder, resolved, files):
     with pytest.raises(hfgolf.UserError, match=r"^files: [^\n]* tables or texts as data="):

@@ -147,7 +147,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
         {
             "--data.files *.md": "data.files: ...*.md",
             "--data.files empty.txt": "empty.txt is empty",
-            "--data.files latin.txt": "latin.txt is not UTF-8 (byte 0: ...); it is probably Latin-1, ...; set data.encoding",
+            "--data.files latin.txt": "latin.txt is not UTF-8 (byte 0: ... it is probably Latin-1, ...data.encoding",
             "--data.files table.jsonl --data.split documents": "no column 'text'; set data.text_column to one of: body",
             "--data.files short.txt": "sequence_length",
             "--tokenizer.kind bpe --tokenizer.vocab_size 50000": "tokenizer.vocab_size: 50000",

@@ -65,8 +65,7 @@ class Corpus:
             raise UserError(f"data.{key} holds tokens, not text: what needs the text itself cannot use it.")
         is_cut = self.data.split == "contiguous" and not self.data.val_files
         pieces = self._write(folder, PieceWriter, self._cut_pieces if is_cut else self._add_pieces)
-        if not is_cut and not self.data.val_files and {*map(bool, map(len, pieces.values()))} == {True, False}:
-            logger.info("data: too few documents to divide by their names, so the end of the text validates")
+        if not is_cut and self._is_undivided(pieces):
             del pieces  # it maps the files that are written again
             pieces = self._write(folder, PieceWriter, self._cut_pieces)
         for split in SPLITS:
@@ -86,7 +85,19 @@ class Corpus:
             for name, split, value in self._documents(folder):
                 (val if split == "val" else train).append(name, json.dumps(value) if is_chat else value)
 
-        return self._write(folder, partial(RowWriter, schema=schema), fill)
+        rows = self._write(folder, partial(RowWriter, schema=schema), fill)
+        whole = max(rows.values(), key=len)
+        if len(whole) > 1 and self._is_undivided(rows):
+            num_train = min(len(whole) - 1, int(len(whole) * (1 - self.data.val_fraction)))
+            return {"train": whole.select(range(num_train)), "val": whole.select(range(num_train, len(whole)))}
+        return rows
+
+    def _is_undivided(self, pieces: Mapping[str, Dataset]) -> bool:
+        """Return whether there are too few documents for their names to divide, and say so."""
+        is_undivided = not self.data.val_files and {len(split) > 0 for split in pieces.values()} == {True, False}
+        if is_undivided:
+            logger.info("data: too few documents to divide by their names, so the last of them validate")
+        return is_undivided
 
     def _write(
         self, folder: Path, build: Callable[[Path], _Writer], fill: Callable[[_Writer, _Writer], None]

@@ -381,9 +381,11 @@ TABLES = (*TEXT_TABLES, *BINARY_TABLES)
 
 
 def _listed(names: Iterable[str]) -> str:
-    return join_words(
-        (name if name.isprintable() and name.strip() == name != "" else shortened(name) for name in names), maximum=8
-    )
+    def shown(name: str) -> str:
+        is_plain = name.isprintable() and name.strip() == name and 0 < len(name) < 100
+        return name if is_plain else shortened(name)
+
+    return join_words(map(shown, names), maximum=8)
 
 
 def other_keys(names: Iterable[str]) -> str:

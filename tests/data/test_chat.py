@@ -237,6 +237,14 @@ def test_prompt_that_is_none_is_one_line(tmp_path, row, problem):
     assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("num_rows", [2, 8])
+def test_of_conversations_too_few_to_divide_the_last_validate(tmp_path, num_rows):
+    rows = [[message("user", "Q"), message("assistant", f"number {number}")] for number in range(num_rows)]
+    tokens = load_tokens(section([write_rows(tmp_path, rows, "few.jsonl")], tmp_path / "cache"), BYTE)
+    assert len(tokens.train.piece_tokens) == num_rows - 1
+    assert tokens.val.tokens[tokens.val.is_target == 1].tolist() == [*f"number {num_rows - 1}".encode(), END]
+
+
 def test_text_parts_and_the_developer_are_messages(tmp_path):
     parts = [{"type": "text", "text": "Be "}, {"type": "text", "text": "brief."}]
     row = [{"role": "developer", "content": parts}, *ASKED[1:]]
