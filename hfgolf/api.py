@@ -83,13 +83,13 @@ def train(
 def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Signals | None = None) -> dict[str, Any]:
     """Train a run, or show and return the summary of one that is complete. Arguments and errors are those of `train`.
 
-    If neither run.name nor train.resume says which run is meant, another run's folder is left alone. A complete run
-    whose model or summary is damaged is rebuilt from its checkpoints.
+    A run that nobody named leaves another one's folder alone (claim.with_own_folder). A complete run whose model or
+    summary is damaged is rebuilt from its checkpoints.
     """
     resolved, state = with_accelerate(resolved), processes()  # to compare it with a complete run
     with together(state.num_processes):
-        if "run.name" not in resolved.sources and resolved.config.train.resume is None:
-            resolved = with_own_folder(resolved)
+        if "run.name" not in resolved.sources and (resume := resolved.config.train.resume) in (None, "auto"):
+            resolved = with_own_folder(resolved, starts_beside_unfinished=resume is None)
         folder = run_folder(resolved.config)
         summary = decide(lambda: completed(folder, resolved))
         if summary:

@@ -144,6 +144,7 @@ def test_a_run_that_nobody_named_leaves_the_folders_of_others_alone(
     assert "(train.max_steps 6 -> 3)" in other.out and other.status == 0
     assert f"{folder}-2 is complete" in train("--train.max_steps=3").out
     assert "holds a run with another config" in train("--train.max_steps=3", "--run.name=tiny").err
+    assert f"{folder}-2 is complete" in train("--train.max_steps=3", "--train.resume=auto").out
     (folder / "summary.json").unlink()  # it can be continued
     assert f"{folder} holds an unfinished run; continue it with --train.resume auto" in train().err
     assert "is from a run with another config" in train("--train.max_steps=5", "--train.resume=auto").err

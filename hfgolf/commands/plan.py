@@ -208,13 +208,14 @@ def describe_length(length: Length | None, parameters: int, price: float | None,
     """Return the lines on steps, time and cost. note: a remark about the steps."""
     if length is None:
         return [f"run: number of steps unknown ({note})"]
-    each, evaluations = f"{length.tokens / parameters:.3g} per parameter", "evaluations"
+    each = f"{length.tokens / parameters:.3g} per parameter"
     epochs = "" if length.epochs is None else f", {length.epochs:.3g} epochs"
+    counted, rest = f"{duration(length.seconds)} of steps", "evaluations, startup"
     if length.evaluation_seconds is not None:
-        evaluations = f"about {duration(length.evaluation_seconds)} of evaluations"
+        counted, rest = f"{counted} and {duration(length.evaluation_seconds)} of evaluations", "startup"
     lines = [
         f"run: {length.steps:,} steps, {length.tokens:,} tokens, {each}{epochs}{f' ({note})' if note else ''}",
-        f"time: {duration(length.seconds)} of steps, plus {evaluations}, startup, compiling and saves",
+        f"time: about {counted}; {rest}, compiling and saves are not counted",
     ]
     if length.dollars is not None:
         lines.append(f"cost: ${length.dollars:,.2f} at ${price:g} per hour")

@@ -41,8 +41,8 @@ def train_with(signals: Signals) -> None:
             find_model(weights, "model.init_from", is_final=True)
     is_main_process = os.environ.get("RANK", "0") == "0"
     start_log(is_main_process, is_verbose="--verbose" in sys.argv)
-    is_known = "run.name" in resolved.sources or resolved.config.train.resume or not folder.config.exists()
-    if is_known:  # else train_once says which folder it is
+    is_named = "run.name" in resolved.sources or resolved.config.train.resume not in (None, "auto")
+    if is_named or not folder.config.exists():  # else train_once says which folder it is
         logger.info("%s", labeled("run", str(folder.path)))
     if is_main_process:
         console.open()

@@ -104,21 +104,24 @@ def changes(folder: RunFolder, resolved: ResolvedConfig) -> list[str]:
     return differences(before, resolved, changed_keys(before, resolved)) if before else []
 
 
-def with_own_folder(said: ResolvedConfig) -> ResolvedConfig:
+def with_own_folder(said: ResolvedConfig, starts_beside_unfinished: bool = True) -> ResolvedConfig:
     """Return the config with the first name whose folder is free, or holds this run.
 
     For a run that nobody named: its name is that of its text or its config, which others may have, too. If a run has
-    that name, says which folder this one has, and why. All ranks call it.
+    that name, says which folder this one has, and why. All ranks call it. starts_beside_unfinished: whether this may be
+    a new run if the one with that name is unfinished; if not, the resume refuses what has changed in that one.
     """
-    name = decide(lambda: _own_name(said))
-    return said if name == said.config.run.name else said.resolve("auto", run__name=name)
+    return said.resolve("auto", run__name=decide(lambda: _own_name(said, starts_beside_unfinished)))
 
 
-def _own_name(said: ResolvedConfig) -> str:
+def _own_name(said: ResolvedConfig, starts_beside_unfinished: bool) -> str:
     first, own, number = run_folder(said.config), said, 1
     while _other_run(own):
         number += 1
         own = said.resolve("auto", run__name=f"{said.config.run.name}-{number}")
+    is_new = not run_folder(own.config).config.exists()
+    if is_new and not (starts_beside_unfinished or first.summary.exists()):
+        own = said
     text = str(run_folder(own.config).path)
     if own is not said:
         kind = "a complete" if first.summary.exists() else "an unfinished"

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.system.command import run_command
+from hfgolf.system.command import own_command, run_command
 from hfgolf.train import console as console_module
 from hfgolf.train.console import Console, quiet_libraries, show_log, start_log
 
@@ -270,7 +270,9 @@ def test_a_run_says_what_it_is_in_six_lines_and_what_came_of_it(run_script, tiny
     summary = json.loads((tmp_path / "runs" / "tiny" / "summary.json").read_text())
     assert sum(row["parameters"] for row in metadata["parameter_groups"]) == summary["parameters"]
     folder = str(tmp_path / "runs" / "tiny")
-    assert [line.split()[-3:] for line in lines[-2:]] == [["hfgolf", verb, folder] for verb in ("generate", "chat")]
+    assert [line.split()[-3:] for line in lines[-2:]] == [
+        [own_command(), verb, folder] for verb in ("generate", "chat")
+    ]
     assert said.err == ""
 
 
