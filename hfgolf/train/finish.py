@@ -187,8 +187,8 @@ def show_summary(summary: dict[str, Any]) -> None:
     weights = f"{'averaged weights of ' if summary['weights'] == 'ema' else ''}step {summary['step']}"
     counted = f" of {summary['targets']}" if "targets" in summary else ""
     share = summary.get("val_share_read", 1.0)  # earlier versions read all
-    part = "whole validation set" if share == 1 else f"first {share:.0%} of the validation set"
-    extent = f"{part}, {summary['val_tokens']:,} tokens{counted}"
+    part = "whole validation set of" if share == 1 else f"first {share:.0%} of the validation set,"
+    extent = f"{part} {summary['val_tokens']:,} tokens{counted}"
     logger.info(f"\nvalidation loss  {summary['val_loss']:.4f} nats per token ({weights}, {extent})")
     logger.info(f"bits per byte    {summary['val_bits_per_byte']:.4f} over {summary['val_bytes']:,} bytes")
     if "xz_bits_per_byte" in summary:
