@@ -665,7 +665,7 @@ class TrainSection(Section, frozen=True):
     """Evaluate every N steps, and always at the last step."""
     eval_tokens: Count | Auto | None = "auto"
     """Validation tokens per evaluation during the run; null: all; auto: as many as take 5 % of the compute of the steps
-    between two evaluations, but at least 4096."""
+    between two evaluations, or of a shorter run, but at least 4096."""
     final_eval_tokens: Count | Auto | None = "auto"
     """Validation tokens of the evaluation at the last step, whose figures are those of the model; null: all; auto: as
     many as take 5 % of the compute of the training. Never fewer than train.eval_tokens."""
@@ -841,7 +841,8 @@ class RunConfig(Section, frozen=True):
         """Return train.eval_tokens, decided if it is auto."""
         if self.train.eval_tokens != "auto":
             return self.train.eval_tokens
-        return budgeted_eval_tokens(self.batch.tokens_per_step * self.train.eval_every_steps, self.eval_passes)
+        every = min(self.train.eval_every_steps, self.train.max_steps or self.train.eval_every_steps)
+        return budgeted_eval_tokens(self.batch.tokens_per_step * every, self.eval_passes)
 
     def final_eval_tokens(self, trained_tokens: int) -> int | None:
         """Return train.final_eval_tokens, decided if it is auto, of a run that has trained on so many tokens."""

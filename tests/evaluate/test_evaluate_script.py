@@ -166,7 +166,7 @@ def test_certificate_accompanies_the_score(foreign, texts, tmp_path, evaluate):
     assert json.loads(path.read_text())["holds"]
     (tmp_path / "train.txt").write_text("nothing of that")
     status, printed, _ = evaluate(*common, "--train_files", tmp_path / "train.txt")
-    assert status == 0 and "none of them among 1 training documents" in printed
+    assert status == 0 and "none of them among 1 training document" in printed
     (tmp_path / "copy.txt").write_bytes((tmp_path / "b.txt").read_bytes())
     status, printed, error = evaluate(*common, "--train_files", tmp_path / "train.txt", tmp_path / "copy.txt")
     assert (status, printed) == (1, "")
