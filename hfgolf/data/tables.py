@@ -110,7 +110,9 @@ def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row
                 names = column.wanted(value, path)
                 yield line, column.value(names, [value[name] for name in names]), steps[1:]
     except UserError as error:
-        raise error if is_found else NoColumnError(str(error)) from error
+        if is_found:
+            raise
+        raise NoColumnError(str(error)) from error
     if others and not is_found:
         column.steps(others, path)
 
