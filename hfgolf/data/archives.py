@@ -36,8 +36,8 @@ def unreadable(file: SourceFile, error: Exception) -> UserError:
     return UserError(f"{file.path} cannot be read ({first_line(error)}); check the file.")
 
 
-def members_of(file: SourceFile) -> Iterator[tuple[str, Opener]]:
-    """Yield the name of each member of an archive, "" if it is no file with content, and what opens it.
+def members_of(file: SourceFile) -> Iterator[tuple[str, int, Opener]]:
+    """Yield the name of each member of an archive, its bytes (0 if it is no plain file), and what opens it.
 
     A member has to be read before the next one. Raises UserError if the archive is damaged.
     """
@@ -47,13 +47,13 @@ def members_of(file: SourceFile) -> Iterator[tuple[str, Opener]]:
         raise unreadable(file, error) from error
 
 
-def _zip_members(file: SourceFile) -> Iterator[tuple[str, Opener]]:
+def _zip_members(file: SourceFile) -> Iterator[tuple[str, int, Opener]]:
     with zipfile.ZipFile(file.path) as archive:
         for entry in archive.infolist():
-            yield entry.filename if entry.file_size else "", partial(archive.open, entry)
+            yield entry.filename, entry.file_size, partial(archive.open, entry)
 
 
-def _tar_members(file: SourceFile) -> Iterator[tuple[str, Opener]]:
+def _tar_members(file: SourceFile) -> Iterator[tuple[str, int, Opener]]:
     compression, end = file.endings[1], 0
     options: dict[str, Any] = {"tarinfo": _Member, "errors": "backslashreplace"}
     options["ignore_zeros"] = True  # those between archives that were joined
@@ -64,8 +64,8 @@ def _tar_members(file: SourceFile) -> Iterator[tuple[str, Opener]]:
     ):
         while member := archive.next():
             end = archive.offset
-            name = member.name.removeprefix("./") if member.isreg() and member.size else ""
-            yield name, partial(archive.extractfile, member)
+            size = member.size if member.isreg() else 0
+            yield member.name.removeprefix("./"), size, partial(archive.extractfile, member)
             cast(Any, archive).members.clear()  # it would keep all of them
         if archive.offset == end:
             raise OSError("it is cut: the zeros at its end are missing")

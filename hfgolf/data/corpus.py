@@ -178,7 +178,7 @@ class Corpus:
         for name, split, content in itertools.islice(documents, self.data.max_documents):
             yield name, split or self.hashed_split(name), content
         if skipped:
-            found = f"{count_of(len(skipped), 'file')} without rows of {content_column(self.data).name}"
+            found = f"{count_of(len(skipped), 'file')} without a column {content_column(self.data).name!r}"
             log_once(f"data.files: skipped {found}: {join_words(skipped, maximum=3)}")
 
     def require_text(self, split: str, num_found: int) -> None:

@@ -22,8 +22,18 @@ from typing import Any
 
 from hfgolf.config.sections import DataSection
 from hfgolf.data.archives import DECOMPRESSED, Opener, members_of, unreadable
-from hfgolf.data.files import ARCHIVES, TEXTS, SourceFile, is_utf8, log_skipped, marked_encoding, not_text, require_text
-from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Answer, Column, NoTableError, Row, row_name
+from hfgolf.data.files import (
+    ARCHIVES,
+    TEXTS,
+    SourceFile,
+    is_utf8,
+    log_skipped,
+    marked_encoding,
+    not_text,
+    optional_kinds,
+    require_text,
+)
+from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Answer, Column, NoColumnError, Row, row_name
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import first_line, join_words, one_line, shortened
 
@@ -48,7 +58,8 @@ _ABSENT: tuple[object, ...] = (None, "", [], {})
 def read_file(file: SourceFile, data: DataSection, scratch: Path, skipped: list[str]) -> Iterator[Document]:
     """Yield the documents of a file, in order. Raises UserError if it cannot be read.
 
-    scratch: a folder for files that must be decompressed first. skipped: gets the names of optional files without rows.
+    scratch: a folder for files that must be decompressed first. skipped: gets the names of optional files without the
+    column.
     """
     if data.source == "python_stdlib":
         text = file.path.read_bytes()
@@ -65,8 +76,9 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: l
 
     Nothing is unpacked by its name. Of a name that appears twice, the last member counts.
     """
-    names = [name for name, _ in members_of(file)]
-    last = {name: number for number, name in enumerate(names) if not re.search(r"^$|(^|/)(\.|__MACOSX/)", name)}
+    entries = [entry[:2] for entry in members_of(file)]
+    filled = ((number, name) for number, (name, size) in enumerate(entries) if size)
+    last = {name: number for number, name in filled if not re.search(r"(^|/)(\.|__MACOSX/)", name)}
     used: dict[int, SourceFile] = {}
     for name, number in last.items():
         member = SourceFile(f"{file.name}/{name}", Path(f"{file.path}/{name}"), file.split)
@@ -79,11 +91,12 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: l
     kinds = [".json"] if file.endings[0] == ".tar" else []
     beside = [number for number, member in used.items() if member.endings[0] in kinds and _key(member) in texts]
     reasons = {"other kind": [name for name, number in last.items() if number not in used]}
-    reasons["about a text"] = [names[number] for number in beside if used.pop(number)]
+    reasons["about a text"] = [entries[number][0] for number in beside if used.pop(number)]
     log_skipped("data.files", str(file.path), len(used), reasons)
-    for number, (_, opener) in enumerate(members_of(file)):
+    optional = optional_kinds((member.endings[0], entries[number][1]) for number, member in used.items())
+    for number, (_, _, opener) in enumerate(members_of(file)):
         if number in used:
-            member = replace(used[number], is_optional=bool(texts))
+            member = replace(used[number], is_optional=used[number].endings[0] in optional)
             require_text(member, "data.files")
             yield from _read(member, opener, data, scratch, skipped)
 
@@ -104,11 +117,11 @@ def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, sk
             with _uncompressed(file, opener, scratch) as path:
                 yield from _documents(BINARY_TABLES[ending](path, column, file.path), file, data)
         elif column.key != "text_column":
-            raise NoTableError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
+            raise NoColumnError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
         else:
             yield file.name, file.split, _notebook(blocks, file.path) if ending == ".ipynb" else blocks
-    except NoTableError:
-        if not file.is_optional or ending in (".jsonl", ".ndjson"):
+    except NoColumnError:
+        if not file.is_optional:
             raise
         skipped.append(file.name)
 

@@ -108,7 +108,7 @@ class SourceFile:
     path: Path
     split: str | None = None
     is_optional: bool = False
-    """It was found beside text rather than named: without rows, it is skipped."""
+    """It was found rather than named, and is of a kind that is skipped if it has no column (optional_kinds)."""
 
     @property
     def endings(self) -> tuple[str, str]:
@@ -202,8 +202,9 @@ def match_files(data: DataSection, field: str, split: str | None) -> list[Source
         urls.update(matched)
         if not os.path.isdir(os.path.expanduser(pattern)):
             named.update(matched)
-        elif any(SourceFile("", path).endings[0] in TEXTS for path in matched):
-            optional.update(matched)
+        else:
+            kinds = optional_kinds((SourceFile("", path).endings[0], path.stat().st_size) for path in matched)
+            optional.update(path for path in matched if SourceFile("", path).endings[0] in kinds)
     # a link keeps its own name, whose ending says what it is: the Hub's cache links to files named by their hashes
     resolved = _real_paths(urls)
     paths = {resolved[path]: path for path in reversed(urls)}
@@ -218,6 +219,17 @@ def match_files(data: DataSection, field: str, split: str | None) -> list[Source
         if data.source == "files":
             require_text(file, key)
     return files
+
+
+def optional_kinds(files: Iterable[tuple[str, int]]) -> tuple[str, ...]:
+    """Return the endings of files that are skipped without the column, of a folder or archive with these files.
+
+    files: (ending, bytes). Tables, such as the package.json of a source tree, if text is most of it; and beside tables
+    text, which has no columns, such as a README.
+    """
+    sizes = [*files]
+    text, tables = (sum(size for ending, size in sizes if ending in kinds) for kinds in (TEXTS, TABLES))
+    return (*(TABLES if text > tables else ()), *(TEXTS if tables else ()))
 
 
 def _real_paths(paths: Iterable[Path]) -> dict[Path, str]:

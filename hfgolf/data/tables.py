@@ -30,8 +30,8 @@ _ROWS_WITHOUT_COLUMN = 10_000
 _SPACE = re.compile(r"[ \t\r\n]*")
 
 
-class NoTableError(UserError):
-    """A file that is no table with rows: text, or JSON that is neither an array nor objects with the column."""
+class NoColumnError(UserError):
+    """A file without the column, as far as it can be read."""
 
 
 class Answer(dict[str, Any]):
@@ -71,7 +71,7 @@ class Column:
         """Return the column's name and the steps from its value to the content. Raises UserError if it is not there."""
         steps = self.find(names)
         if steps is None:
-            raise UserError(
+            raise NoColumnError(
                 f"{path} has no column {self.name.split('.')[0]!r}; set data.{self.key} to one of:"
                 f" {_listed(names)}{other_keys(names) if self.key == 'text_column' else ''}."
             )
@@ -95,24 +95,26 @@ def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row
     An object without the column counts as one with null. Raises UserError if no object has it, or for broken JSON.
     """
     others: dict[str, None] = {}
-    is_found, row, objects = False, 0, _JsonObjects(blocks, path)
-    for row, (line, value) in enumerate(_unwrapped(iter(objects), path, column)):
-        steps = column.find(value)
-        is_found |= steps is not None
-        if not is_found:
-            others |= dict.fromkeys(value)
-            if row == _ROWS_WITHOUT_COLUMN:
-                break
-        if steps is None:
-            yield line, None, []
-        else:
-            names = column.wanted(value, path)
-            yield line, column.value(names, [value[name] for name in names]), steps[1:]
+    is_found = False
+    try:
+        for row, (line, value) in enumerate(_unwrapped(iter(_JsonObjects(blocks, path)), path, column)):
+            steps = column.find(value)
+            is_found |= steps is not None
+            if not is_found:
+                others |= dict.fromkeys(value)
+                if row == _ROWS_WITHOUT_COLUMN:
+                    break
+            if steps is None:
+                yield line, None, []
+            else:
+                names = column.wanted(value, path)
+                yield line, column.value(names, [value[name] for name in names]), steps[1:]
+    except UserError as error:
+        if is_found:
+            raise
+        raise NoColumnError(str(error)) from error
     if others and not is_found:
-        try:
-            column.steps(others, path)
-        except UserError as error:
-            raise error if row or objects.is_array else NoTableError(str(error)) from None
+        column.steps(others, path)
 
 
 def _unwrapped(objects: Iterator[_Object], path: Path, column: Column) -> Iterator[_Object]:
@@ -143,7 +145,6 @@ class _JsonObjects:
 
     def __init__(self, blocks: Iterator[str], path: Path) -> None:
         self._blocks, self._path = filter(None, blocks), path
-        self.is_array = False
         self._text, self._at = "", 0
         self._line, self._row = 1, 0
         self._decode = json.JSONDecoder(object_pairs_hook=_object).raw_decode
@@ -153,7 +154,6 @@ class _JsonObjects:
             while self._next():
                 yield self._read()
             return
-        self.is_array = True
         mark = self._after("[")
         while mark != "]":
             yield self._read()
@@ -214,8 +214,7 @@ class _JsonObjects:
         return line, value
 
     def _error(self, problem: str) -> UserError:
-        kind = UserError if self._row or self.is_array else NoTableError
-        return kind(f"{row_name(self._path, self._row, self._line)} cannot be read: {problem}.")
+        return UserError(f"{row_name(self._path, self._row, self._line)} cannot be read: {problem}.")
 
 
 _MARKS = {",": "comma", ";": "semicolon", "\t": "tab"}
@@ -312,7 +311,7 @@ def _cells(reader: Any, path: Path, column: Column, has_header: bool, advice: st
         return
     header = first[1] if has_header else [str(number) for number in range(len(first[1]))]
     if column.find(header) is None:
-        raise UserError(
+        raise NoColumnError(
             f"{path} has no column {column.name!r}; its first line holds {_listed(header)}. If that is the header, set"
             f" data.{column.key} to one of them{other_keys(header)}; if there is no header, set it to the column's"
             " number, from 0."

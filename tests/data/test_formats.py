@@ -94,21 +94,29 @@ def test_source_tree_is_its_sources_and_the_cells_of_its_notebooks(tmp_path, wri
     assert texts == ["# A\n\nb\n\nprint(1)" if ending == ".ipynb" else ending for ending in TEXTS]
 
 
-def test_json_without_rows_is_skipped_beside_text_but_not_if_it_is_named(tmp_path, write, train_on, caplog):
-    write("a.py", "code")
+def test_tables_without_the_column_are_skipped_in_much_text_but_not_if_they_are_named(
+    tmp_path, write, train_on, caplog
+):
+    write("a.py", code := "code " * 99)
     write("package.json", '{"name": "x"}')
     write("tsconfig.json", "{ // comment\n}")
-    write("b/c.json", '{"n": [1, 2], "m": {"text": "no"}}')
+    write("b/c.json", '["text"]')
+    write("b/c.csv", "a;b\n1;2\n")
+    write("b/d.csv.gz", gzip.compress(b"n\n1\n"))
     folder, chat = tmp_path / "text", '{"messages": [{"role": "assistant", "content": "a"}]}\n'
     with caplog.at_level(logging.INFO, "hfgolf"):
-        assert documents(train_on(folder), tmp_path) == ["code"]
-    line = "data.files: skipped 3 files without rows of text: package.json, tsconfig.json, b/c.json"
+        assert documents(train_on(folder), tmp_path) == [code]
+    line = "data.files: skipped 5 files without a column 'text': package.json, tsconfig.json, b/c.csv and 2 more"
     assert line in caplog.messages
-    for name in ("package.json", "tsconfig.json", "b/c.json"):
+    archive = write("../b.tar", tarred({"a.py": code, "p.json": "{}", "q.json": "[1]"}))
+    assert documents(train_on(archive), tmp_path) == [code]
+    for name in ("package.json", "tsconfig.json", "b/c.json", "b/c.csv"):
         assert name in fails(train_on(folder, folder / name), tmp_path)
     write("broken.jsonl", '{"text": "a"}\n{"text": 7}\n')
     assert "broken.jsonl, row 1 (line 2): 'text' holds a number" in fails(train_on(folder), tmp_path)
     write("broken.jsonl", chat)
+    for name in ("package.json", "tsconfig.json", "b/c.json", "b/c.csv", "b/d.csv.gz"):
+        (folder / name).unlink()
     (found,) = load_corpus(train_on(folder, messages_column="messages").replace(val_files=[]))._documents(tmp_path)
     assert found[2] == [{"role": "assistant", "content": "a"}]
 
@@ -125,9 +133,9 @@ def test_json_without_rows_is_skipped_beside_text_but_not_if_it_is_named(tmp_pat
         ("b.jsonl", "not JSON"),
     ],
 )
-def test_tables_beside_text_need_the_column(tmp_path, write, train_on, name, content):
+def test_tables_beside_less_text_need_the_column(tmp_path, write, train_on, name, content):
     """A dataset with a README does not train on its README alone."""
-    write("README.md", "about the dataset")
+    write("README.md", "about")
     write(name, content)
     problem = fails(train_on(tmp_path / "text"), tmp_path)
     assert name in problem and ("has no column 'text'" in problem or "row 0 (line 1) cannot be read" in problem)
