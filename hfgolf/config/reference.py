@@ -82,11 +82,15 @@ def schema() -> str:
 def print_help(description: str) -> None:
     """Print what a command with the options of a config takes."""
     program = Path(sys.argv[0]).name
-    usage = f"{program} [-h] [--config FILE] [--print_config] [--section.key VALUE ...] [TEXT ...]"
+    usage = f"{program} [-h] [--config FILE] [--minutes N] [--print_config] [--section.key VALUE ...] [TEXT ...]"
     parser = argparse.ArgumentParser(program, usage=usage, description=description)
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with the sections below, or the name of one of hfgolf's: small"
     )
+    parser.add_argument(
+        "--minutes", metavar="N", help="train.max_minutes; of a text without a config, it chooses what nobody states"
+    )
+    parser.add_argument("--dollars", metavar="N", help="the minutes that they pay for at run.price_per_hour")
     parser.add_argument("--print_config", action="store_true", help="print the config with its sources, and exit")
     for section, config in SECTIONS.items():
         group = parser.add_argument_group(section, config.__doc__)

@@ -34,7 +34,7 @@ from hfgolf.train.build import build_model
 from hfgolf.train.decisions import free_bytes
 from hfgolf.train.law import Shape, Text, bits_per_byte, heads_of, layers_of, rates_of, tokens_per_step_of
 
-WIDTHS = (64, 96, 128, 192, 256, 384, 512, 768, 1024, 1536)
+WIDTHS = (96, 128, 192, 256, 384, 512, 768, 1024, 1536)
 VOCABULARIES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 DROPOUTS = (0.0, 0.1, 0.2, 0.3)
 SHARES = tuple(0.8**power for power in range(20))  # of the tokens that the minutes allow
@@ -275,12 +275,13 @@ def _described(best: Choice, others: Mapping[str, Choice]) -> list[str]:
     shape = best.shape
     what = f"{count_of(shape.layers, 'layer')} of width {shape.width}, {_vocabulary(shape)}"
     what += f", dropout {shape.dropout:g}" if shape.dropout else ""
-    length = f"{rounded(best.tokens)} tokens" + ("" if best.is_whole else ", which is all that this text is good for")
-    found = (f"{name} {other.bits_per_byte - best.bits_per_byte:+.3f}" for name, other in others.items())
+    length = f"{rounded(best.tokens)} tokens in steps of {best.tokens_per_step:,}"
+    length += "" if best.is_whole else ", with which this text is used up"
+    found = (f"{name} {other.bits_per_byte / best.bits_per_byte - 1:+.1%}" for name, other in others.items())
     return [
-        labeled("chosen", f"{what}; expected: {best.bits_per_byte:.3f} bits per byte after {length}"),
-        labeled("instead", f"{', '.join(found)} bits per byte"),
-        labeled("yours", "any key that you state stays, such as --model.hidden_size; config.yaml has all"),
+        labeled("chosen", f"{what}; about {length}"),
+        labeled("instead", f"{', '.join(found)} of bits per byte, by a law that is off by 4 %"),
+        labeled("yours", "what you state stays, such as --model.hidden_size; config.yaml has all"),
     ]
 
 

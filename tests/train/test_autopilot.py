@@ -24,7 +24,7 @@ def text(tmp_path, monkeypatch, reset_accelerate):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     monkeypatch.setattr(autopilot, "TIMED_SECONDS", 0.01)
-    monkeypatch.setattr(autopilot, "WIDTHS", (64, 96))
+    monkeypatch.setattr(autopilot, "WIDTHS", (96, 128))
     words = [f"w{number:x}" for number in range(3000)]
     (tmp_path / "my.txt").write_text(" ".join(random.Random(0).choices(words, k=20_000)))
     return "my.txt"
@@ -35,13 +35,13 @@ def saved(name="my"):
 
 
 def test_minutes_choose_what_nobody_states(text, hfgolf):
-    said = hfgolf("train", text, "--minutes", 0.03, *QUICK, "--model.hidden_size", 96, "--optim.learning_rate", 0.015)
+    said = hfgolf("train", text, "--minutes", 0.03, *QUICK, "--model.hidden_size", 64, "--optim.learning_rate", 0.015)
     assert said.status == 0, said.err
     lines = {line.partition(" ")[0]: line for line in (said.out + said.err).splitlines()}
-    assert "of width 96" in lines["chosen"] and "bits per byte" in lines["chosen"]
+    assert "of width 64" in lines["chosen"] and "million" not in lines["chosen"]
     assert "half the minutes" in lines["instead"] and "width" not in lines["instead"]
     config = saved()
-    assert config["model.hidden_size"] == 96 and config["optim.learning_rate"] == 0.015
+    assert config["model.hidden_size"] == 64 and config["optim.learning_rate"] == 0.015
     assert config["train.max_steps"] is None and config["train.max_minutes"] == 0.03
     written = (run_folder(load_config(["--run.name=my", "--train.max_steps=1"]).config).config).read_text()
     for key in set(AUTOPILOT) - {"model.hidden_size", "optim.learning_rate"}:
