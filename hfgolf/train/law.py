@@ -1,8 +1,8 @@
 """What a model learns: bits per byte as a function of the text, the model's shape and the tokens of its training.
 
-Pure arithmetic. The constants are those that benchmarks/law/fit.py finds for the runs of benchmarks/law/collect.py. This
-is a first fit: 43 runs of 0.3 to 6 million tokens, up to 384 wide. It is off by 1 % (median) for these, and by 4 % for
-runs that it has not seen; outside of them it is an extrapolation.
+Pure arithmetic. benchmarks/law/fit.py finds the constants for the runs of benchmarks/law/collect.py. This is a first
+fit: 43 runs of 0.3 to 6 million tokens, 96 to 384 wide. It is off by 1 % (median) for these, and by 4 % for runs that
+it has not seen; outside of them it is an extrapolation.
 """
 
 from __future__ import annotations
