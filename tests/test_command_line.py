@@ -538,3 +538,30 @@ def test_low_memory_sets_what_is_not_stated():
     assert ResolvedConfig.from_code(config).config.optim.state_dtype == "bf16"
     with pytest.raises(UserError, match=r"optim\.betas: 0\.999 .*at most 0\.98 with optim\.state_dtype bf16"):
         load_config([*ENDS, "--train.low_memory=true", "--optim.betas=[0.9,0.999]"])
+
+
+def test_minutes_and_dollars_limit_a_run_by_time():
+    """They replace the steps of the config that a text alone begins with, but not those of a config that is named."""
+    by_time = load_config(["my.txt", "--minutes", "10"])
+    assert (by_time.config.train.max_minutes, by_time.config.train.max_steps) == (10, None)
+    assert load_config(["my.txt", "--minutes", "10", "--train.max_steps=7"]).config.train.max_steps == 7
+    assert load_config(["--config", "small", "--minutes=10"]).config.train.max_steps == 300
+    assert load_config(["my.txt", "--dollars", "2", "--run.price_per_hour", "3"]).config.train.max_minutes == 40
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--dollars", "3"], "--dollars: the price is not known; add --run.price_per_hour"),
+        (
+            ["--dollars", "none", "--run.price_per_hour", "2"],
+            "--dollars: 'none' is not allowed; allowed: a number above 0.",
+        ),
+        (["--dollars"], "--dollars needs a value"),
+        (["--minutes", "0"], "train.max_minutes: 0 is not allowed"),
+        (["--minutes"], "--train.max_minutes needs a value"),
+    ],
+)
+def test_minutes_and_dollars_that_are_none(options, problem):
+    with pytest.raises(UserError, match=re.escape(problem)):
+        load_config(["my.txt", *options])
