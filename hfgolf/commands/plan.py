@@ -104,7 +104,7 @@ def main() -> None:
             over = f" do not fit, but --train.max_steps {affordable.steps} does"
             fit = f"; the config's {limit:,} steps{over if limit > affordable.steps else ' fit'}"
         money = "" if price is None else f", ${minutes / 60 * price:,.2f} at ${price:g} per hour,"
-        print(f"\nbudget: {minutes:g} minutes{money} pay for {paid}{fit}")
+        print(f"\nbudget: {duration(60 * minutes)}{money} pay for {paid}{fit}")
 
 
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:

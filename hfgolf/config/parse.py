@@ -136,6 +136,8 @@ def load_config(
         raise UserError(f"{texts[0]}: data.files names the text already; name all of it there.")
     stated |= {"data.files": texts} if texts else {}
     from_file = {} if path is None else read_yaml(path)
+    if dollars is not None and "train.max_minutes" in stated:
+        raise UserError(f"{where}: --dollars and train.max_minutes both say how long to train; state one of them.")
     if dollars is not None:
         stated["train.max_minutes"] = _minutes(dollars, (from_file | stated).get("run.price_per_hour"))
     if texts and base is None and path is None:
@@ -292,7 +294,7 @@ def _fitting_batch(shipped: Mapping[str, Any], stated: Mapping[str, Any]) -> dic
         # a number that micro-batches divide
         fitting["batch.tokens_per_step"] = length * (8 * round(sequences / 8) if sequences > 4 else sequences)
     segment = shipped.get("batch.segment_length")
-    if segment and (length % segment or length <= segment):
+    if segment and segment < length and length % segment:
         fitting["batch.segment_length"] = None
     return {key: value for key, value in fitting.items() if key not in stated}
 

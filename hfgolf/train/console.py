@@ -128,7 +128,7 @@ class Console:
         self._step_seconds = seconds - evaluating
         if self._first is None:
             self._first = step, self._step_seconds
-        elif step == self._first[0] + 1 < self._step_limit:  # else there is nothing left to plan
+        elif step == self._first[0] + 1 < self._step_limit and seconds < self._max_seconds:  # else nothing is left
             logger.info("%s", labeled("plan", self._plan()))
         if self._bar is not None and perf_counter() >= self._draw_at:
             self._draw()
