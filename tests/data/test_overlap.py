@@ -104,7 +104,7 @@ def test_text_files_are_documents(write, files_config, texts, settings, told):
         settings = settings | {"val_files": [write(name, text) for name, text in settings["val_files"].items()]}
     data: DataSection = files_config(*(write(name, text) for name, text in texts.items()), **settings)
     sentence = describe_overlap(load_tokens(data, BYTE).overlap)
-    assert sentence is None if told is None else str(sentence).startswith(f"{told} validation documents")
+    assert sentence is None if told is None else str(sentence).startswith(f"{told} validation document ")
 
 
 def test_rows_that_come_twice_are_found_between_the_hashed_parts(write, files_config):
