@@ -223,8 +223,9 @@ _MARKS = {",": "comma", ";": "semicolon", "\t": "tab"}
 def csv_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
     """Yield the rows of CSV: RFC 4180, with commas, semicolons or tabs, whichever the first line shows.
 
-    It is the header if it names the column. Without a header, the column is named by its number, from 0. Raises
-    UserError for a row with another number of fields, or open quotes.
+    It is the header if it names the column. Without a header, the column is named by its number, from 0. Numbers are a
+    header only if they are 0, 1, 2 and so on, as pandas writes them. Raises UserError for a row with another number of
+    fields, open quotes, or a number that may be a name or a place.
     """
     advice = "put a field that holds a {} or a line break in double quotes"
     return _separated(blocks, path, column, [*_MARKS], advice, strict=True)
@@ -249,6 +250,13 @@ def _separated(
     named = [mark for mark in marks if column.find(fields[mark]) is not None]
     dividing = [mark for mark in marks if len(fields[mark]) > 1] or marks[:1]
     mark = (named or dividing)[0]
+    is_name = not column.name.isdecimal() or fields[mark] == [str(place) for place in range(len(fields[mark]))]
+    if named and not is_name and int(column.name) < len(fields[mark]):
+        raise UserError(
+            f"{path} has {column.name!r} in its first line ({_listed(fields[mark])}), so data.{column.key}"
+            f" {column.name} may be the name or the place of a column; give the file a header of names, and set"
+            f" data.{column.key} to one of them."
+        )
     has_header = bool(named) or not (column.name.isdecimal() and int(column.name) < max(map(len, fields.values())))
     if not has_header and len(dividing) > 1:
         found = join_words((f"{_MARKS[mark]}s" for mark in dividing), " and ")
