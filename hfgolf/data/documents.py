@@ -165,7 +165,8 @@ def _text_blocks(file: SourceFile, opener: Opener, encoding: str | None) -> Iter
         offset = num_bytes - pending + error.start
         name, advice = encoding or error.encoding, "restore it, or find its encoding and set data.encoding to it"
         if error.encoding == "utf-8":
-            name, advice = "UTF-8", _other_encoding(error)
+            name = "UTF-8"
+            advice = _other_encoding(error) if encoding is None else "restore it, or convert it to UTF-8 by `iconv`"
         raise UserError(f"{file.path} is not {name} (byte {offset}: {error.reason}); {advice}.") from error
     except Exception as error:  # each compression library has its own exceptions for a damaged file
         raise unreadable(file, error) from error
