@@ -338,11 +338,15 @@ def _read_messages(row: list[Any] | Answer) -> Messages:
 def _read_answer(row: Answer) -> Messages:
     """Return a prompt and its answer as a conversation: each of them text, or messages. [] without an answer.
 
-    Of the text before an answer, all but `system` is one message, in paragraphs. Only the answer is learned.
+    Of the text before an answer, all but `system` is one message, in paragraphs. Only the answer is learned. An answer
+    that is a list of messages and does not begin with the assistant's is a whole conversation.
     """
     *before, (last, answer) = row.items()
     if answer in _ABSENT:
         return []
+    answers = _as_messages(last, "assistant", answer)
+    if answers[0]["role"] != "assistant":
+        return answers
     messages: Messages = []
     for name, value in before:
         if value in _ABSENT:
@@ -353,9 +357,6 @@ def _read_answer(row: Answer) -> Messages:
             messages[-1]["content"] += f"\n\n{value}"
         else:
             messages += _as_messages(name, role, value)
-    answers = _as_messages(last, "assistant", answer)
-    if messages and answers[0]["role"] != "assistant":
-        raise ValueError(f"begins with the {answers[0]['role']}, but follows {join_words(name for name, _ in before)}")
     context = [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
     return context + answers
 

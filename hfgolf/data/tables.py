@@ -61,7 +61,10 @@ class Column:
 
     def wanted(self, names: Collection[str], path: object) -> list[str]:
         """Return the columns to read: what is said before an answer, and the column itself. Raises UserError."""
-        return [*(name for name in self.before if name in names), self.steps(names, path)[0]]
+        wanted = [*(name for name in self.before if name in names), self.steps(names, path)[0]]
+        if twice := [one for one in wanted if sum(name == one for name in names) > 1]:
+            raise UserError(f"{path} has two columns {twice[0]!r}; rename one.")
+        return wanted
 
     def value(self, names: Sequence[str], values: Sequence[Any]) -> Any:
         """Return the value of a row, of whose wanted columns these are the values."""
@@ -75,8 +78,6 @@ class Column:
                 f"{path} has no column {self.name.split('.')[0]!r}; set data.{self.key} to one of:"
                 f" {_listed(names)}{other_keys(names) if self.key == 'text_column' else ''}."
             )
-        if sum(name == steps[0] for name in names) > 1:
-            raise UserError(f"{path} has two columns {steps[0]!r}; rename one.")
         return steps
 
     def find(self, names: Collection[str]) -> list[str] | None:
@@ -92,10 +93,12 @@ def row_name(path: object, row: int, line: int | None) -> str:
 def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
     """Yield the rows of JSON objects one after the other, usually one per line, or in one array.
 
-    An object without the column counts as one with null. Raises UserError if no object has it, or for broken JSON.
+    An object without the column counts as one with null, and so does one without the columns before an answer, if other
+    objects have them. Raises UserError if no object has the column, or for broken JSON.
     """
     others: dict[str, None] = {}
-    is_found = False
+    is_found = has_before = False
+    alone: str | None = None
     try:
         for row, (line, value) in enumerate(_unwrapped(iter(_JsonObjects(blocks, path)), path, column)):
             steps = column.find(value)
@@ -108,11 +111,21 @@ def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row
                 yield line, None, []
             else:
                 names = column.wanted(value, path)
-                yield line, column.value(names, [value[name] for name in names]), steps[1:]
+                has_before |= len(names) > 1
+                is_alone = bool(column.before) and len(names) == 1 and isinstance(value[names[0]], str)
+                if is_alone and alone is None:
+                    alone = row_name(path, row, line)
+                content = column.value(names, [value[name] for name in names])
+                yield line, Answer({names[0]: content}) if is_alone else content, steps[1:]
     except UserError as error:
         if is_found:
             raise
         raise NoColumnError(str(error)) from error
+    if alone is not None and not has_before:
+        raise UserError(
+            f"{alone}: {column.name!r} holds text, not a list of messages, and no row has its prompt in"
+            f" {join_words(column.before, ' or ')}; name a column of text by data.text_column."
+        )
     if others and not is_found:
         column.steps(others, path)
 
