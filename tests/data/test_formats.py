@@ -143,6 +143,40 @@ def test_tables_beside_less_text_need_the_column(tmp_path, write, train_on, name
     assert f"b.zip/{name}" in fails(train_on(archive), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"data": [{"text": "a"}, {"text": "b', "row 0 (line 1) cannot be read: Unterminated string"),
+        ('[{"text": "a"', "row 0 (line 1) cannot be read: Expecting ','"),
+        ('{"te', "row 0 (line 1) cannot be read: Unterminated string"),
+        ("[", "row 0 (line 1) cannot be read: Expecting value"),
+        ('["a", {"te', "row 1 (line 1) cannot be read: Unterminated string"),
+        ('{"name": "x",\n}', "row 0 (line "),
+        ('[1, {"text": "a"}]', "row 0 (line 1) cannot be read: it is 1, not an object"),
+        ('[{"body": "a"}]', "has no column 'text'; set data.text_column to one of: body."),
+        ('{"body": "a"}\n{"body": "b"}', "has no column 'text'; set data.text_column to one of: body."),
+        ('{"data": [{"body": "a"}]}', "has no column 'text'; set data.text_column to one of: body."),
+        ('{"data": [{"a": 1}, {"a": 2}], "meta": [{"b": 1}]}', "set data.text_column to one of: data, meta."),
+        ('{"name": "x", "files": [{"a": 1}]}', None),
+        ('{\n  "a": {\n    // comment\n  }\n}', None),
+        ("{name: 1}", None),
+        ("[1, 2]", None),
+    ],
+)
+def test_json_that_is_damaged_or_has_other_rows_is_an_error_in_much_text_too(
+    tmp_path, write, train_on, content, problem
+):
+    write("a.md", about := "about " * 99)
+    write("b.json", content)
+    sources = tmp_path / "text", write("../b.zip", zipped({"a.md": about, "b.json": content}))
+    for source in sources:
+        if problem is None:
+            assert documents(train_on(source), tmp_path) == [about]
+        else:
+            line = fails(train_on(source), tmp_path)
+            assert "b.json" in line and problem in line
+
+
 CELLS = [
     {"cell_type": "markdown", "source": ["# A\n", "\nb"]},
     {"cell_type": "code", "source": "print(1)", "outputs": [{"text": "1"}]},
