@@ -339,13 +339,30 @@ def test_members_are_never_files_of_this_machine(tmp_path, write, train_on, pack
 def test_webdataset_shards_are_their_texts(tmp_path, write, train_on, caplog):
     samples = {
         "./a/0.txt": "zero", "./a/0.json": '{"text": "about"}', "./a/0.jpg": b"\xff\xd8",
-        "a/1.caption.txt": "one", "a/1.json": "[1]", "b/0.json": '{"text": "alone"}',
+        "a/1.caption.txt": "one", "a/1.caption.json": "{}", "b/0.json": '{"text": "alone"}',
     }  # fmt: skip
     shards = [write(f"{number}.tar", tarred(samples)) for number in range(2)]
     with caplog.at_level(logging.INFO, "hfgolf"):
         assert documents(train_on(*shards), tmp_path) == ["zero", "one", "alone"] * 2
-    skipped = "3 files read; skipped: 1 other kind (a/0.jpg), 2 about a text (a/0.json, a/1.json)"
+    skipped = "3 files read; skipped: 1 other kind (a/0.jpg), 2 about a text (a/0.json, a/1.caption.json)"
     assert f"data.files: {shards[0]}: {skipped}" in caplog.messages
+
+
+def test_json_beside_text_in_a_tar_is_read_if_it_may_hold_rows(tmp_path, write, train_on):
+    rows = '[{"text": "one"}, {"text": "two"}]'
+    members = {
+        "a.md": "card", "a.json": rows, "v1.0-b.txt": "notes", "v1.5-b.json": '{"text": "other"}', "c.md": "c",
+        "c.json": f'{{"data": {rows}}}', "d.md": "d", "d.json.gz": gzip.compress(b'{"text": "about"}'), "e.md": "e",
+        "e.json": '{"text": "three"}\n{"text": "four"}',
+    }  # fmt: skip
+    path = write("a.tar", tarred(members))
+    found = ["card", "one", "two", "notes", "other", "c", "one", "two", "d", "e", "three", "four"]
+    assert documents(train_on(path), tmp_path) == found
+    chat = write("b.tar", tarred({"a.md": "card", "a.json": '{"messages": [{"role": "assistant", "content": "b"}]}'}))
+    (found,) = load_corpus(train_on(chat, messages_column="messages").replace(val_files=[]))._documents(tmp_path)
+    assert found[2] == [{"role": "assistant", "content": "b"}]
+    cut = write("c.tar", tarred({"a.md": "card " * 99, "a.json": '{"text": "b'}))
+    assert "a.json, row 0 (line 1) cannot be read: Unterminated" in fails(train_on(cut), tmp_path)
 
 
 def test_tar_reads_the_last_of_a_name_links_long_names_and_joined_archives(tmp_path, write, train_on):
