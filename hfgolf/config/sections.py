@@ -135,14 +135,18 @@ def _short(name: str) -> str:
     return name
 
 
+_NO_ENCODINGS = ("charmap", "idna", "punycode", "raw-unicode-escape", "unicode-escape")
+"""Codecs of Python in which ASCII is ASCII, and that still write no text: they hold escapes, or have no table."""
+
+
 def _encoding(name: str) -> str:
     """Return the name of an encoding in which ASCII is ASCII, or of UTF-16 or UTF-32; raise ValueError for another."""
     ascii_text = bytes(range(128))
     try:
         found = codecs.lookup(name).name
-        is_stateful = found.startswith(("iso2022", "hz"))  # escapes in ASCII
+        is_escaped = found.startswith(("iso2022", "hz", *_NO_ENCODINGS))
         if found.startswith(("utf-16", "utf-32")) or (
-            not is_stateful and ascii_text.decode(name).encode() == ascii_text
+            not is_escaped and ascii_text.decode(name).encode() == ascii_text
         ):
             return name
     except (LookupError, UnicodeError) as error:

@@ -63,6 +63,8 @@ def _tar_members(file: SourceFile) -> Iterator[tuple[str, int, Opener]]:
         tarfile.open(fileobj=stream, mode="r|" if compression else "r:", **options) as archive,
     ):
         while member := archive.next():
+            if member.issparse():  # by the keys of a PAX header
+                raise OSError(f"{shortened(member.name)} is a sparse file")
             end = archive.offset
             size = member.size if member.isreg() else 0
             yield member.name.removeprefix("./"), size, partial(archive.extractfile, member)

@@ -51,6 +51,7 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
 }
 _MEMBERS = (*TABLES, *TEXTS)
+_HIDDEN = re.compile(r"(^|/)(\.|__MACOSX/)")
 _ABSENT: tuple[object, ...] = (None, "", [], {})
 """Values of fields that a table has because other rows fill them."""
 
@@ -76,9 +77,14 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: l
 
     Nothing is unpacked by its name. Of a name that appears twice, the last member counts.
     """
-    entries = [entry[:2] for entry in members_of(file)]
+    column = content_column(data)
+    entries, about = [], set()
+    for number, (name, size, opener) in enumerate(members_of(file)):
+        entries.append((name, size))
+        if size and file.endings[0] == ".tar" and _may_be_about_text(SourceFile(name, Path(name)), opener, column):
+            about.add(number)
     filled = ((number, name) for number, (name, size) in enumerate(entries) if size)
-    last = {name: number for number, name in filled if not re.search(r"(^|/)(\.|__MACOSX/)", name)}
+    last = {name: number for number, name in filled if not _HIDDEN.search(name)}
     used: dict[int, SourceFile] = {}
     for name, number in last.items():
         member = SourceFile(f"{file.name}/{name}", Path(f"{file.path}/{name}"), file.split)
@@ -86,10 +92,8 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: l
             used[number] = member
     if not used:
         raise UserError(f"{file.path} holds no file of a known kind (docs/data.md lists them); unpack it.")
-    texts = {_key(member) for member in used.values() if member.endings[0] not in TABLES}
-    # as in webdataset, a sample's KEY.json is about its KEY.txt
-    kinds = [".json"] if file.endings[0] == ".tar" else []
-    beside = [number for number, member in used.items() if member.endings[0] in kinds and _key(member) in texts]
+    texts = {_stem(member) for member in used.values() if member.endings[0] not in TABLES}
+    beside = [number for number, member in used.items() if number in about and _stem(member) in texts]
     reasons = {"other kind": [name for name, number in last.items() if number not in used]}
     reasons["about a text"] = [entries[number][0] for number in beside if used.pop(number)]
     log_skipped("data.files", str(file.path), len(used), reasons)
@@ -101,10 +105,26 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: l
             yield from _read(member, opener, data, scratch, skipped)
 
 
-def _key(member: SourceFile) -> str:
-    """Return the name of a member up to the first dot of its last part, which files of one sample have in common."""
-    folder, _, name = member.name.rpartition("/")
-    return f"{folder}/{name.partition('.')[0]}"
+def _stem(member: SourceFile) -> str:
+    """Return the name of a member without its ending, and that of its compression."""
+    ending, compression = member.endings
+    return member.name[: len(member.name) - len(ending + compression)]
+
+
+def _may_be_about_text(member: SourceFile, opener: Opener, column: Column) -> bool:
+    """Return whether a member is one JSON object that holds no rows, as in webdataset: KEY.json is about KEY.txt."""
+    ending, compression = member.endings
+    if ending != ".json" or column.key != "text_column":
+        return False
+    try:
+        with opener() as raw, DECOMPRESSED[compression](raw) as stream:
+            content = stream.read(BLOCK_BYTES + 1)
+        value = json.loads(content) if len(content) <= BLOCK_BYTES else None
+    except Exception:  # it is read as a table, which says what is wrong
+        return False
+    lists = [rows for rows in value.values() if isinstance(rows, list)] if isinstance(value, dict) else []
+    has_rows = any(isinstance(row, dict) and column.find(row) for rows in lists for row in rows)
+    return isinstance(value, dict) and not has_rows
 
 
 def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, skipped: list[str]) -> Iterator[Document]:
@@ -165,7 +185,8 @@ def _text_blocks(file: SourceFile, opener: Opener, encoding: str | None) -> Iter
         offset = num_bytes - pending + error.start
         name, advice = encoding or error.encoding, "restore it, or find its encoding and set data.encoding to it"
         if error.encoding == "utf-8":
-            name, advice = "UTF-8", _other_encoding(error)
+            name = "UTF-8"
+            advice = _other_encoding(error) if encoding is None else "restore it, or convert it to UTF-8 by `iconv`"
         raise UserError(f"{file.path} is not {name} (byte {offset}: {error.reason}); {advice}.") from error
     except Exception as error:  # each compression library has its own exceptions for a damaged file
         raise unreadable(file, error) from error
@@ -337,11 +358,15 @@ def _read_messages(row: list[Any] | Answer) -> Messages:
 def _read_answer(row: Answer) -> Messages:
     """Return a prompt and its answer as a conversation: each of them text, or messages. [] without an answer.
 
-    Of the text before an answer, all but `system` is one message, in paragraphs. Only the answer is learned.
+    Of the text before an answer, all but `system` is one message, in paragraphs. Only the answer is learned. An answer
+    that is a list of messages and does not begin with the assistant's is a whole conversation.
     """
     *before, (last, answer) = row.items()
     if answer in _ABSENT:
         return []
+    answers = _as_messages(last, "assistant", answer)
+    if answers[0]["role"] != "assistant":
+        return answers
     messages: Messages = []
     for name, value in before:
         if value in _ABSENT:
@@ -352,9 +377,6 @@ def _read_answer(row: Answer) -> Messages:
             messages[-1]["content"] += f"\n\n{value}"
         else:
             messages += _as_messages(name, role, value)
-    answers = _as_messages(last, "assistant", answer)
-    if messages and answers[0]["role"] != "assistant":
-        raise ValueError(f"begins with the {answers[0]['role']}, but follows {join_words(name for name, _ in before)}")
     context = [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
     return context + answers
 

@@ -172,10 +172,14 @@ def _open_array(path: Path) -> np.ndarray:
         raise _refusal(path, f"{held}; save whole numbers in one dimension, or in rows that are full")
     if array.ndim == 1:
         return array
-    ends = array[:: -(-len(array) // 1000), -2:]
-    _, counts = np.unique(ends[ends[:, 0] == ends[:, -1], -1], return_counts=True)
-    if array.shape[1] > 2 and len(ends) > 3 and counts.max(initial=0) > 0.5 * len(ends):
-        raise _refusal(path, "has rows that end in the same ids, so they are padded; save the ids without the padding")
+    for name, ends in (("begin", array[:, :2]), ("end", array[:, -2:])) if array.shape[1] > 2 else ():
+        sample = ends[:: -(-len(array) // 1000)]
+        _, counts = np.unique(sample[sample[:, 0] == sample[:, -1], -1], return_counts=True)
+        if counts.max(initial=0) > (0.5 * len(sample) if len(sample) > 3 else 0):
+            advice = "so they are padded; save the ids without the padding"
+            if len(sample) <= 3:
+                advice = "which may be padding; save the ids without it, in one dimension"
+            raise _refusal(path, f"has rows that {name} in the same ids, {advice}")
     if not array.flags.c_contiguous:
         raise _refusal(path, "stores its columns one after the other; save numpy.ascontiguousarray of it")
     return array.reshape(-1)

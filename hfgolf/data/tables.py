@@ -31,7 +31,7 @@ _SPACE = re.compile(r"[ \t\r\n]*")
 
 
 class NoColumnError(UserError):
-    """A file without the column, as far as it can be read."""
+    """A whole file without the column, or one that is of another format from its first characters on."""
 
 
 class Answer(dict[str, Any]):
@@ -61,7 +61,10 @@ class Column:
 
     def wanted(self, names: Collection[str], path: object) -> list[str]:
         """Return the columns to read: what is said before an answer, and the column itself. Raises UserError."""
-        return [*(name for name in self.before if name in names), self.steps(names, path)[0]]
+        wanted = [*(name for name in self.before if name in names), self.steps(names, path)[0]]
+        if twice := [one for one in wanted if sum(name == one for name in names) > 1]:
+            raise UserError(f"{path} has two columns {twice[0]!r}; rename one.")
+        return wanted
 
     def value(self, names: Sequence[str], values: Sequence[Any]) -> Any:
         """Return the value of a row, of whose wanted columns these are the values."""
@@ -71,13 +74,13 @@ class Column:
         """Return the column's name and the steps from its value to the content. Raises UserError if it is not there."""
         steps = self.find(names)
         if steps is None:
-            raise NoColumnError(
-                f"{path} has no column {self.name.split('.')[0]!r}; set data.{self.key} to one of:"
-                f" {_listed(names)}{other_keys(names) if self.key == 'text_column' else ''}."
-            )
-        if sum(name == steps[0] for name in names) > 1:
-            raise UserError(f"{path} has two columns {steps[0]!r}; rename one.")
+            raise NoColumnError(self.missing(names, path))
         return steps
+
+    def missing(self, names: Collection[str], path: object) -> str:
+        """Return what an error says if the column is not one of these."""
+        advice = f"{_listed(names)}{other_keys(names) if self.key == 'text_column' else ''}"
+        return f"{path} has no column {self.name.split('.')[0]!r}; set data.{self.key} to one of: {advice}."
 
     def find(self, names: Collection[str]) -> list[str] | None:
         steps = [self.name] if self.name in names else self.name.split(".")
@@ -92,34 +95,48 @@ def row_name(path: object, row: int, line: int | None) -> str:
 def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
     """Yield the rows of JSON objects one after the other, usually one per line, or in one array.
 
-    An object without the column counts as one with null. Raises UserError if no object has it, or for broken JSON.
+    An object without the column counts as one with null, and so does one without the columns before an answer, if other
+    objects have them. Raises UserError if no object has the column, or for broken JSON.
     """
     others: dict[str, None] = {}
-    is_found = False
-    try:
-        for row, (line, value) in enumerate(_unwrapped(iter(_JsonObjects(blocks, path)), path, column)):
-            steps = column.find(value)
-            is_found |= steps is not None
-            if not is_found:
-                others |= dict.fromkeys(value)
-                if row == _ROWS_WITHOUT_COLUMN:
-                    break
-            if steps is None:
-                yield line, None, []
-            else:
-                names = column.wanted(value, path)
-                yield line, column.value(names, [value[name] for name in names]), steps[1:]
-    except UserError as error:
-        if is_found:
-            raise
-        raise NoColumnError(str(error)) from error
+    is_found = has_before = False
+    alone: str | None = None
+    objects = _JsonObjects(blocks, path)
+    is_table, found = _unwrapped(objects, path, column)
+    for row, (line, value) in enumerate(found):
+        steps = column.find(value)
+        is_found |= steps is not None
+        if not is_found:
+            others |= dict.fromkeys(value)
+            if row == _ROWS_WITHOUT_COLUMN:
+                break
+        if steps is None:
+            yield line, None, []
+        else:
+            names = column.wanted(value, path)
+            has_before |= len(names) > 1
+            is_alone = bool(column.before) and len(names) == 1 and isinstance(value[names[0]], str)
+            if is_alone and alone is None:
+                alone = row_name(path, row, line)
+            content = column.value(names, [value[name] for name in names])
+            yield line, Answer({names[0]: content}) if is_alone else content, steps[1:]
+    if alone is not None and not has_before:
+        raise UserError(
+            f"{alone}: {column.name!r} holds text, not a list of messages, and no row has its prompt in"
+            f" {join_words(column.before, ' or ')}; name a column of text by data.text_column."
+        )
     if others and not is_found:
-        column.steps(others, path)
+        raise (UserError if is_table else NoColumnError)(column.missing(others, path))
 
 
-def _unwrapped(objects: Iterator[_Object], path: Path, column: Column) -> Iterator[_Object]:
-    """Return the objects, or if there is only one, without the column, those in its list: {"data": [{"text": ...}]}."""
-    begin = list(itertools.islice(objects, 2))
+def _unwrapped(objects: _JsonObjects, path: Path, column: Column) -> tuple[bool, Iterator[_Object]]:
+    """Return whether the objects are rows, and the rows: of a lone object, those in its list.
+
+    A lone object without the column, such as a package.json, holds rows if there are at least as many as it has keys.
+    """
+    rest = iter(objects)
+    begin = list(itertools.islice(rest, 2))
+    is_table = len(begin) > 1 or objects.is_array
     if len(begin) == 1 and column.find(begin[0][1]) is None:
         line, value = begin[0]
         lists = {name: rows for name, rows in value.items() if isinstance(rows, list) and rows}
@@ -127,9 +144,10 @@ def _unwrapped(objects: Iterator[_Object], path: Path, column: Column) -> Iterat
         found = [name for name, rows in lists.items() if any(column.find(row) for row in rows)]
         if len(found) > 1:
             raise UserError(f"{path} holds several lists of rows ({_listed(found)}); write one of them to the file.")
+        is_table |= sum(map(len, lists.values())) >= len(value) > 0
         if found or (len(lists) == 1 and not {*lists} & {*_KEYS}):
-            return ((line, row) for row in lists[(found or [*lists])[0]])
-    return itertools.chain(begin, objects)
+            return is_table, ((line, row) for row in lists[(found or [*lists])[0]])
+    return is_table, itertools.chain(begin, rest)
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -148,9 +166,22 @@ class _JsonObjects:
         self._text, self._at = "", 0
         self._line, self._row = 1, 0
         self._decode = json.JSONDecoder(object_pairs_hook=_object).raw_decode
+        self.is_array = False
+        """Whether the text that is read so far begins an array."""
 
     def __iter__(self) -> Iterator[_Object]:
-        if self._next() != "[":
+        values = self._values()
+        for row, (line, value) in enumerate(values):
+            if not isinstance(value, dict):
+                where = row_name(self._path, row, line)
+                problem = f"{where} cannot be read: it is {shortened(value)}, not an object with columns."
+                others = (isinstance(other, dict) for _, other in itertools.islice(values, _ROWS_WITHOUT_COLUMN))
+                raise (UserError if row or any([*others]) else NoColumnError)(problem)
+            yield line, value
+
+    def _values(self) -> Iterator[tuple[int, Any]]:
+        self.is_array = self._next() == "["
+        if not self.is_array:
             while self._next():
                 yield self._read()
             return
@@ -189,7 +220,7 @@ class _JsonObjects:
         self._text, self._at = "".join(blocks), 0
         return len(blocks) > 1
 
-    def _read(self) -> _Object:
+    def _read(self) -> tuple[int, Any]:
         while True:
             try:
                 value, end = self._decode(self._text, self._at)
@@ -204,14 +235,18 @@ class _JsonObjects:
                 lines_before = self._text.count("\n", self._at, error.pos)
                 if not is_cut or not self._read_more():
                     self._line += lines_before
-                    raise self._error(error.msg.removesuffix(" at")) from None
+                    problem = self._error(error.msg.removesuffix(" at"))
+                    raise NoColumnError(str(problem)) if self._is_foreign(error) else problem from None
             except ValueError as error:  # a key twice, or a number of thousands of digits
                 raise self._error(str(error).partition(":")[0]) from None
-        if not isinstance(value, dict):
-            raise self._error(f"it is {shortened(value)}, not an object with columns")
         line, self._line = self._line, self._line + self._text.count("\n", self._at, end)
         self._at, self._row = end, self._row + 1
         return line, value
+
+    def _is_foreign(self, error: json.JSONDecodeError) -> bool:
+        """Return whether the text is of another format: its first characters are no JSON, or it has comments."""
+        is_begin = error.pos < min(self._at + 2, len(self._text)) and not error.msg.startswith("Unterminated string")
+        return self._row == 0 and (is_begin or self._text.startswith(("//", "/*"), error.pos))
 
     def _error(self, problem: str) -> UserError:
         return UserError(f"{row_name(self._path, self._row, self._line)} cannot be read: {problem}.")
@@ -223,8 +258,9 @@ _MARKS = {",": "comma", ";": "semicolon", "\t": "tab"}
 def csv_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
     """Yield the rows of CSV: RFC 4180, with commas, semicolons or tabs, whichever the first line shows.
 
-    It is the header if it names the column. Without a header, the column is named by its number, from 0. Raises
-    UserError for a row with another number of fields, or open quotes.
+    It is the header if it names the column. Without a header, the column is named by its number, from 0. Numbers are a
+    header only if they are 0, 1, 2 and so on, as pandas writes them. Raises UserError for a row with another number of
+    fields, open quotes, or a number that may be a name or a place.
     """
     advice = "put a field that holds a {} or a line break in double quotes"
     return _separated(blocks, path, column, [*_MARKS], advice, strict=True)
@@ -249,6 +285,13 @@ def _separated(
     named = [mark for mark in marks if column.find(fields[mark]) is not None]
     dividing = [mark for mark in marks if len(fields[mark]) > 1] or marks[:1]
     mark = (named or dividing)[0]
+    is_name = not column.name.isdecimal() or fields[mark] == [str(place) for place in range(len(fields[mark]))]
+    if named and not is_name and int(column.name) < len(fields[mark]):
+        raise UserError(
+            f"{path} has {column.name!r} in its first line ({_listed(fields[mark])}), so data.{column.key}"
+            f" {column.name} may be the name or the place of a column; give the file a header of names, and set"
+            f" data.{column.key} to one of them."
+        )
     has_header = bool(named) or not (column.name.isdecimal() and int(column.name) < max(map(len, fields.values())))
     if not has_header and len(dividing) > 1:
         found = join_words((f"{_MARKS[mark]}s" for mark in dividing), " and ")

@@ -192,6 +192,8 @@ INSTRUCTION = {"instruction": "Add 3 to 4.", "input": "At once.", "output": "7",
         ),
         ({"prompt": ASKED[:2], "completion": ASKED[2:]}, "completion", ASKED),
         ({"prompt": ASKED[:2], "completion": "7"}, "completion", ASKED),
+        ({"prompt": "not of them", "completion": ASKED}, "completion", ASKED),
+        ({"prompt": 7, "response": ASKED[1:]}, "response", ASKED[1:]),
         ({"prompt": "a", "completion": None}, "completion", None),
         (
             {"prompt": [message("user", "a"), message("assistant", "b"), message("user", "c")], "completion": "d"},
@@ -223,10 +225,12 @@ def test_columns_before_an_answer_are_its_prompt(tmp_path, row, column, read):
     [
         ({"prompt": 7, "completion": "a"}, "needs text or messages in column 'prompt', which holds a number"),
         ({"prompt": "a", "completion": 7}, "needs text or messages in column 'completion', which holds a number"),
-        ({"prompt": "a", "completion": [message("user", "b")]}, "begins with the user, but follows prompt"),
         ({"prompt": "half \ud83d", "completion": "b"}, "holds half of a surrogate pair"),
         ({"prompt": [{"text": "a"}], "completion": "b"}, "has message 0 without a role"),
-        ({"completion": "b"}, "holds text, not a list of messages"),
+        (
+            {"completion": "b"},
+            "holds text, not a list of messages, and no row has its prompt in system or prompt; name",
+        ),
     ],
 )
 def test_prompt_that_is_none_is_one_line(tmp_path, row, problem):
@@ -235,6 +239,22 @@ def test_prompt_that_is_none_is_one_line(tmp_path, row, problem):
     with pytest.raises(UserError, match=r"a\.jsonl, row 0 \(line 1\): 'completion' ") as caught:
         [*load_corpus(data.replace(cache_dir=str(tmp_path)))._documents(tmp_path)]
     assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_row_without_the_column_of_the_prompt_is_like_one_with_null(tmp_path):
+    rows = [{"completion": "a"}, {"prompt": "b", "completion": "c"}, {"completion": "d"}, {"prompt": "e"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = DataSection(source="files", files=[str(tmp_path / "a.jsonl")], messages_column="completion")
+    found = [content for _, _, content in load_corpus(data.replace(cache_dir=str(tmp_path)))._documents(tmp_path)]
+    asked = [message("user", "b"), message("assistant", "c")]
+    assert found == [[message("assistant", "a")], asked, [message("assistant", "d")]]
+
+
+def test_two_columns_of_the_prompt_are_refused(tmp_path):
+    (tmp_path / "a.csv").write_text("output,instruction,instruction\na,b,c\n")
+    data = DataSection(source="files", files=[str(tmp_path / "a.csv")], messages_column="output")
+    with pytest.raises(UserError, match=r"a\.csv has two columns 'instruction'; rename one"):
+        [*load_corpus(data.replace(cache_dir=str(tmp_path)))._documents(tmp_path)]
 
 
 @pytest.mark.parametrize("num_rows", [2, 8])

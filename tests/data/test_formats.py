@@ -143,6 +143,40 @@ def test_tables_beside_less_text_need_the_column(tmp_path, write, train_on, name
     assert f"b.zip/{name}" in fails(train_on(archive), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        ('{"data": [{"text": "a"}, {"text": "b', "row 0 (line 1) cannot be read: Unterminated string"),
+        ('[{"text": "a"', "row 0 (line 1) cannot be read: Expecting ','"),
+        ('{"te', "row 0 (line 1) cannot be read: Unterminated string"),
+        ("[", "row 0 (line 1) cannot be read: Expecting value"),
+        ('["a", {"te', "row 1 (line 1) cannot be read: Unterminated string"),
+        ('{"name": "x",\n}', "row 0 (line "),
+        ('[1, {"text": "a"}]', "row 0 (line 1) cannot be read: it is 1, not an object"),
+        ('[{"body": "a"}]', "has no column 'text'; set data.text_column to one of: body."),
+        ('{"body": "a"}\n{"body": "b"}', "has no column 'text'; set data.text_column to one of: body."),
+        ('{"data": [{"body": "a"}]}', "has no column 'text'; set data.text_column to one of: body."),
+        ('{"data": [{"a": 1}, {"a": 2}], "meta": [{"b": 1}]}', "set data.text_column to one of: data, meta."),
+        ('{"name": "x", "files": [{"a": 1}]}', None),
+        ('{\n  "a": {\n    // comment\n  }\n}', None),
+        ("{name: 1}", None),
+        ("[1, 2]", None),
+    ],
+)
+def test_json_that_is_damaged_or_has_other_rows_is_an_error_in_much_text_too(
+    tmp_path, write, train_on, content, problem
+):
+    write("a.md", about := "about " * 99)
+    write("b.json", content)
+    sources = tmp_path / "text", write("../b.zip", zipped({"a.md": about, "b.json": content}))
+    for source in sources:
+        if problem is None:
+            assert documents(train_on(source), tmp_path) == [about]
+        else:
+            line = fails(train_on(source), tmp_path)
+            assert "b.json" in line and problem in line
+
+
 CELLS = [
     {"cell_type": "markdown", "source": ["# A\n", "\nb"]},
     {"cell_type": "code", "source": "print(1)", "outputs": [{"text": "1"}]},
@@ -305,13 +339,30 @@ def test_members_are_never_files_of_this_machine(tmp_path, write, train_on, pack
 def test_webdataset_shards_are_their_texts(tmp_path, write, train_on, caplog):
     samples = {
         "./a/0.txt": "zero", "./a/0.json": '{"text": "about"}', "./a/0.jpg": b"\xff\xd8",
-        "a/1.caption.txt": "one", "a/1.json": "[1]", "b/0.json": '{"text": "alone"}',
+        "a/1.caption.txt": "one", "a/1.caption.json": "{}", "b/0.json": '{"text": "alone"}',
     }  # fmt: skip
     shards = [write(f"{number}.tar", tarred(samples)) for number in range(2)]
     with caplog.at_level(logging.INFO, "hfgolf"):
         assert documents(train_on(*shards), tmp_path) == ["zero", "one", "alone"] * 2
-    skipped = "3 files read; skipped: 1 other kind (a/0.jpg), 2 about a text (a/0.json, a/1.json)"
+    skipped = "3 files read; skipped: 1 other kind (a/0.jpg), 2 about a text (a/0.json, a/1.caption.json)"
     assert f"data.files: {shards[0]}: {skipped}" in caplog.messages
+
+
+def test_json_beside_text_in_a_tar_is_read_if_it_may_hold_rows(tmp_path, write, train_on):
+    rows = '[{"text": "one"}, {"text": "two"}]'
+    members = {
+        "a.md": "card", "a.json": rows, "v1.0-b.txt": "notes", "v1.5-b.json": '{"text": "other"}', "c.md": "c",
+        "c.json": f'{{"data": {rows}}}', "d.md": "d", "d.json.gz": gzip.compress(b'{"text": "about"}'), "e.md": "e",
+        "e.json": '{"text": "three"}\n{"text": "four"}',
+    }  # fmt: skip
+    path = write("a.tar", tarred(members))
+    found = ["card", "one", "two", "notes", "other", "c", "one", "two", "d", "e", "three", "four"]
+    assert documents(train_on(path), tmp_path) == found
+    chat = write("b.tar", tarred({"a.md": "card", "a.json": '{"messages": [{"role": "assistant", "content": "b"}]}'}))
+    (found,) = load_corpus(train_on(chat, messages_column="messages").replace(val_files=[]))._documents(tmp_path)
+    assert found[2] == [{"role": "assistant", "content": "b"}]
+    cut = write("c.tar", tarred({"a.md": "card " * 99, "a.json": '{"text": "b'}))
+    assert "a.json, row 0 (line 1) cannot be read: Unterminated" in fails(train_on(cut), tmp_path)
 
 
 def test_tar_reads_the_last_of_a_name_links_long_names_and_joined_archives(tmp_path, write, train_on):
@@ -325,8 +376,21 @@ def test_tar_reads_the_last_of_a_name_links_long_names_and_joined_archives(tmp_p
 
 SPARSE = tarfile.TarInfo("s.txt")
 SPARSE.type, SPARSE.size = tarfile.GNUTYPE_SPARSE, 512
+SPARSE_KEYS: list[dict[str, Any]] = [
+    {"GNU.sparse.map": "0,5,99999999,0", "GNU.sparse.size": "99999999"},
+    {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": "s.txt", "GNU.sparse.realsize": "99999999"},
+]
 BOMB = tarfile.TarInfo("pax")
 BOMB.type, BOMB.size = tarfile.XHDTYPE, 1 << 40
+
+
+@pytest.mark.parametrize("keys", SPARSE_KEYS)
+def test_sparse_file_of_a_pax_tar_is_refused(tmp_path, write, train_on, keys):
+    member = tarfile.TarInfo("s.txt")
+    member.size, member.pax_headers = 1024, keys
+    content = b"1\n0\n5\n".ljust(512, b"\0") + b"hello".ljust(512, b"\0")
+    path = write("a.tar", member.tobuf(tarfile.PAX_FORMAT) + content + bytes(1024))
+    assert "'s.txt' is a sparse file" in fails(train_on(path), tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,19 @@ def test_numpy_files_state_their_width_and_byte_order(tmp_path, dtype):
         (np.array(7, np.uint16), r"holds uint16 \(a single value\), not a list"),
         (np.array([[[1, 2]]], np.uint16), r"holds uint16 \(1x1x2\), not a list"),
         (np.arange(20, dtype="<u2").reshape(4, 5).T, "stores its columns one after the other"),
-        (np.triu(np.full((9, 9), 65)).T, "has rows that end in the same ids, so they are padded"),
+        (
+            np.arange(81).reshape(9, 9) % 80 * (np.arange(9) < 7),
+            "has rows that end in the same ids, so they are padded",
+        ),
+        (
+            np.arange(81).reshape(9, 9) % 80 * (np.arange(9) > 1),
+            "has rows that begin in the same ids, so they are padded",
+        ),
+        (
+            np.array([[5, 6, 65, 65]]),
+            "has rows that end in the same ids, which may be padding; save the ids without it",
+        ),
+        (np.array([[1, 2, 3], [65, 65, 4]]), "has rows that begin in the same ids, which may be padding"),
         (np.array([], np.uint16), r"holds uint16 \(0\), not a list"),
         (np.array([1, None]), "is not a NumPy file"),
         (None, "is not a NumPy file"),

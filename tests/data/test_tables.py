@@ -150,6 +150,15 @@ def test_what_is_not_in_the_dialect_is_refused_with_its_row(read, name, content,
         ("a.tsv", '"one\tpos\ntwo"\tneg\n', "0", ['"one', 'two"']),
         ("a.csv", "one\ntwo\n", "0", ["one", "two"]),
         ("a.csv", "0,1\none,pos\n", "0", ["one"]),
+        ("a.csv", "year,2024\n1,one\n", "2024", ["one"]),
+        ("a.csv", "1,one\n0,two\n", "1", "so data.text_column 1 may be the name or the place of a column; give the"),
+        (
+            "a.csv",
+            "1;one, two\n0;three\n",
+            "1",
+            "has '1' in its first line (1, one, two), so data.text_column 1 may be",
+        ),
+        ("a.tsv", "one\t0\ntwo\t1\n", "0", "so data.text_column 0 may be the name or the place of a column"),
         ("a.csv", "one,pos\n", "2", "its first line holds one, pos."),
         ("a.csv", "one, two;pos\n", "0", "does not tell what separates its fields, of commas and semicolons; give it"),
         ("a.csv", "one,pos\ntwo\n", "0", "row 1 (line 2) has 1 field, but the first row has 2"),
@@ -329,7 +338,23 @@ def test_what_is_not_in_the_named_encoding_is_refused(read, content, encoding, p
     assert problem in read("a.txt", content, encoding=encoding)
 
 
-@pytest.mark.parametrize("name", ["", "hex", "utf-7", "iso2022_jp", "hz", "cp037", "punycode", "no such"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "",
+        "hex",
+        "utf-7",
+        "iso2022_jp",
+        "hz",
+        "cp037",
+        "punycode",
+        "no such",
+        "charmap",
+        "idna",
+        "unicode_escape",
+        "raw_unicode_escape",
+    ],
+)
 def test_encodings_in_which_ascii_is_not_ascii_are_refused(read, name):
     with pytest.raises(UserError, match=r"data\.encoding: .* is not allowed; allowed: an encoding such as latin-1"):
         read("a.txt", b"text", encoding=name)
