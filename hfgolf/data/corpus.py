@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from hfgolf.config.sections import DataSection
 from hfgolf.data.cache_folder import cache_folder, file_hashes, file_state
-from hfgolf.data.documents import Document, content_column, hub_revision, read_file, read_hub
+from hfgolf.data.documents import Document, content_column, hub_revision, newer_kinds, read_file, read_hub
 from hfgolf.data.files import ARCHIVES, KNOWN, SourceFile, log_once, match_files, named_files, stdlib_files, with_splits
 from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter, RowWriter
 from hfgolf.data.tables import TABLES
@@ -49,6 +49,19 @@ class Corpus:
     """With shards: the files with the bytes of each validation token."""
     states: tuple[list[int], ...] = ()
     """`file_state` of each of `files` when it was hashed."""
+
+    @property
+    def reading(self) -> dict[str, Any]:
+        """What a token cache depends on beyond the identity: how hfgolf reads what is there.
+
+        It is no part of the identity, so that a run goes on if another version of hfgolf reads the same from its text.
+        """
+        reading: dict[str, Any] = {}
+        if before := content_column(self.data).before:
+            reading["before_answer"] = before
+        if any(file.endings[0] == ".tar" for file in self.files):
+            reading["tar_kinds_sha256"] = hashlib.sha256(" ".join(KNOWN).encode()).hexdigest()
+        return reading
 
     def write_pieces(self, folder: Path) -> dict[str, Dataset]:
         """Write the documents to `folder` and return {"train": Dataset, "val": Dataset}, memory-mapped.
@@ -198,8 +211,6 @@ def load_corpus(data: DataSection) -> Corpus:
     for key in ("ids_column", "messages_column"):
         if getattr(data, key) is not None:
             identity[key] = getattr(data, key)
-    if before := content_column(data).before:
-        identity["before_answer"] = before  # older caches have answers only
     if data.source == "hub":
         hub = {key: getattr(data, key) for key in ("hub_name", "hub_config", "hub_split", "text_column")}
         return Corpus({**identity, **hub, "hub_revision": hub_revision(data)}, data)
@@ -207,8 +218,8 @@ def load_corpus(data: DataSection) -> Corpus:
     kinds = {file.endings[0] for file in files}
     if kinds & {*TABLES, *ARCHIVES}:
         identity["text_column"] = data.text_column
-    if kinds & {*ARCHIVES}:
-        identity["member_kinds_sha256"] = hashlib.sha256(" ".join(KNOWN).encode()).hexdigest()
+    if newer := set[str]().union(*(newer_kinds(file) for file in files if file.endings[0] == ".zip")):
+        identity["member_kinds"] = sorted(newer)  # older caches lack them
     if ".ipynb" in kinds:
         identity["notebooks"] = "cells"  # older caches have their JSON
     if data.encoding is not None:

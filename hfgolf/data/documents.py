@@ -24,6 +24,7 @@ from hfgolf.config.sections import DataSection
 from hfgolf.data.archives import DECOMPRESSED, Opener, members_of, unreadable
 from hfgolf.data.files import (
     ARCHIVES,
+    FIRST_TEXTS,
     TEXTS,
     SourceFile,
     is_utf8,
@@ -51,7 +52,7 @@ _ROLES = {
     **dict.fromkeys(("gpt", "chatgpt", "bot", "model"), "assistant"),
 }
 _MEMBERS = (*TABLES, *TEXTS)
-_HIDDEN = re.compile(r"(^|/)(\.|__MACOSX/)")
+_HIDDEN = re.compile(r"(^|/)(\.(?!\.?/)|__MACOSX/)")  # the folders . and .. are not
 _ABSENT: tuple[object, ...] = (None, "", [], {})
 """Values of fields that a table has because other rows fill them."""
 
@@ -103,6 +104,16 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: l
             member = replace(used[number], is_optional=used[number].endings[0] in optional)
             require_text(member, "data.files")
             yield from _read(member, opener, data, scratch, skipped)
+
+
+def newer_kinds(file: SourceFile) -> set[str]:
+    """Return the endings of the members of a zip archive that are read now, and were not by earlier versions.
+
+    For members with . or .. in their names, it is "./".
+    """
+    names = {name for name, size, _ in members_of(file) if size and not _HIDDEN.search(name)}
+    kinds = {SourceFile(name, Path(name)).endings[0] for name in names} if len(names) > 1 else set()
+    return kinds & {*TEXTS} - {*FIRST_TEXTS} | {"./" for name in names if re.search(r"(^|/)\.\.?/", name)}
 
 
 def _stem(member: SourceFile) -> str:

@@ -29,28 +29,16 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import count_of, first_line, join_words
 
+FIRST_TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".go", ".rs")
+"""What counted as text in an archive before there was a key for it in the identity of a corpus."""
 TEXTS = (
-    *(".txt", ".md", ".markdown", ".rst", ".adoc", ".org", ".tex", ".html", ".htm", ".css", ".scss", ".less", ".vue"),
-    *(".svelte", ".py", ".pyi", ".pyx", ".ipynb", ".c", ".h", ".cc", ".hh", ".cpp", ".hpp", ".cxx", ".cu", ".cuh"),
-    *(".m", ".mm", ".cs", ".fs", ".java", ".kt", ".kts", ".scala", ".groovy", ".clj", ".go", ".rs", ".swift", ".dart"),
-    *(".js", ".mjs", ".cjs", ".jsx", ".ts", ".tsx", ".php", ".rb", ".pl", ".pm", ".lua", ".r", ".jl", ".sql", ".sh"),
-    *(".bash", ".zsh", ".ps1", ".bat", ".hs", ".ml", ".mli", ".ex", ".exs", ".erl", ".lisp", ".el", ".scm", ".nim"),
-    *(
-        ".zig",
-        ".f90",
-        ".pas",
-        ".asm",
-        ".v",
-        ".sv",
-        ".vhd",
-        ".proto",
-        ".cmake",
-        ".yaml",
-        ".yml",
-        ".toml",
-        ".ini",
-        ".cfg",
-    ),
+    *FIRST_TEXTS,
+    *(".markdown", ".adoc", ".org", ".htm", ".css", ".scss", ".less", ".vue", ".svelte", ".pyi", ".pyx", ".ipynb"),
+    *(".cc", ".hh", ".hpp", ".cxx", ".cu", ".cuh", ".m", ".mm", ".cs", ".fs", ".kt", ".kts", ".scala", ".groovy"),
+    *(".clj", ".swift", ".dart", ".mjs", ".cjs", ".jsx", ".tsx", ".php", ".rb", ".pl", ".pm", ".lua", ".r", ".jl"),
+    *(".sql", ".sh", ".bash", ".zsh", ".ps1", ".bat", ".hs", ".ml", ".mli", ".ex", ".exs", ".erl", ".lisp", ".el"),
+    *(".scm", ".nim", ".zig", ".f90", ".pas", ".asm", ".v", ".sv", ".vhd", ".proto", ".cmake", ".yaml", ".yml"),
+    *(".toml", ".ini", ".cfg"),
 )
 """What counts as text in a folder or an archive. A file that is named itself may have any ending but NOT_TEXT's."""
 ARCHIVES = (".zip", ".tar")

@@ -158,7 +158,9 @@ def _cache_path(
     corpus: Corpus, config: TokenizerSection, cache_dir: Path, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[Path, dict[str, Any]]:
     """Return the folder of the cache, and its key: everything the tokens depend on."""
-    key = corpus.identity | {
+    key = {
+        **corpus.identity,
+        **corpus.reading,
         "tokenizer": f"{config.kind}, {embedding_rows(tokenizer)} entries",
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
         "end_of_text_id": tokenizer.eos_token_id,

@@ -17,6 +17,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hfgolf.config.parse import load_config
 from hfgolf.config.sections import DataSection, TokenizerSection
+from hfgolf.data.cache_folder import read_manifest
 from hfgolf.data.chat import CHAT_TEMPLATE, CHAT_TOKENS, ConversationEncoder, add_chat_template, stop_ids
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
@@ -248,6 +249,14 @@ def test_row_without_the_column_of_the_prompt_is_like_one_with_null(tmp_path):
     found = [content for _, _, content in load_corpus(data.replace(cache_dir=str(tmp_path)))._documents(tmp_path)]
     asked = [message("user", "b"), message("assistant", "c")]
     assert found == [[message("assistant", "a")], asked, [message("assistant", "d")]]
+
+
+def test_columns_before_an_answer_are_no_other_text_but_other_tokens(tmp_path):
+    (tmp_path / "a.jsonl").write_text((json.dumps({"response": ASKED}) + "\n") * 3)
+    data = section([str(tmp_path / "a.jsonl")], tmp_path / "cache").replace(messages_column="response")
+    corpus = load_corpus(data)
+    assert "before_answer" not in corpus.identity and "prompt" in corpus.reading["before_answer"]
+    assert "before_answer" in read_manifest(load_tokens(data, BYTE).path)["key"]
 
 
 def test_two_columns_of_the_prompt_are_refused(tmp_path):

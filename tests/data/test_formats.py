@@ -24,8 +24,9 @@ from datasets import Dataset, DatasetDict
 from test_corpus import fails, read
 
 from hfgolf.config.sections import DataSection, TokenizerSection
+from hfgolf.data import corpus as corpus_module
 from hfgolf.data.corpus import load_corpus
-from hfgolf.data.files import ARCHIVES, TEXTS
+from hfgolf.data.files import ARCHIVES, KNOWN, TEXTS
 from hfgolf.data.token_cache import load_tokens
 
 ROOT = Path(__file__).parents[2]
@@ -331,9 +332,29 @@ def test_members_are_never_files_of_this_machine(tmp_path, write, train_on, pack
     outside = write("secret.parquet", b"not read")
     table = tmp_path / "row.parquet"
     Dataset.from_dict({"text": ["inside"]}).to_parquet(table)
-    members = {outside: table.read_bytes(), "../../up.txt": "hidden", "/abs.txt": "absolute", "a.txt": "old"}
+    members = {outside: table.read_bytes(), "../../up.txt": "up", "/abs.txt": "absolute", "a.txt": "old"}
     path = write(f"all.{'zip' if pack is zipped else 'tar'}", pack(members))
-    assert documents(train_on(path), tmp_path) == ["inside", "absolute", "old"]
+    assert documents(train_on(path), tmp_path) == ["inside", "up", "absolute", "old"]
+    only = write(
+        f"only.{'zip' if pack is zipped else 'tar'}", pack({"../a.txt": "a", "x/./b.txt": "b", "../.c.txt": "c"})
+    )
+    assert documents(train_on(only), tmp_path) == ["a", "b"]
+
+
+def test_archive_is_another_text_only_if_other_members_of_it_are_read(tmp_path, write, train_on, monkeypatch):
+    members = {"a.txt": "a", "b.md": "b", "c.dat": "c"}
+    plain, newer = write("a.zip", zipped(members)), write("b.zip", zipped({**members, "d.css": "d", "e.YAML": "e"}))
+    assert "member_kinds" not in load_corpus(train_on(plain)).identity
+    assert load_corpus(train_on(plain, newer)).identity["member_kinds"] == [".css", ".yaml"]
+    assert "member_kinds" not in load_corpus(train_on(write("c.zip", zipped({"d.css": "d"})))).identity
+    assert load_corpus(train_on(write("d.zip", zipped({**members, "../d.txt": "d"})))).identity["member_kinds"] == [
+        "./"
+    ]
+    tar = train_on(write("a.tar", tarred(members)))
+    before, tokens = load_corpus(tar).identity, load_tokens(tar, TokenizerSection(kind="byte"))
+    monkeypatch.setattr(corpus_module, "KNOWN", (".dat", *KNOWN))
+    assert load_corpus(tar).identity == before
+    assert load_tokens(tar, TokenizerSection(kind="byte")).path != tokens.path
 
 
 def test_webdataset_shards_are_their_texts(tmp_path, write, train_on, caplog):
