@@ -333,7 +333,7 @@ def test_any_golf_model_can_be_exported(trained, corpus_file, tmp_path, run_scri
     assert ended.status == 0, ended.err
     printed = json.loads(ended.out)
     assert printed["ledger"]["after"]["bytes"] == text.stat().st_size
-    assert printed["problems"] == [] and "1 documents" in printed["certificate"]
+    assert printed["problems"] == [] and "1 document, " in printed["certificate"]
     assert "## How small it is" in (tmp_path / "out" / "model" / "README.md").read_text()
 
 
