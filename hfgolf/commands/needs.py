@@ -30,6 +30,7 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import DEVICES, device_name, find_device, free_memory_bytes, peak_flops
 from hfgolf.train.build import build_model
 from hfgolf.train.init_from import frozen_names
+from hfgolf.train.validation import evaluated_tokens
 
 # The MFU of uncompiled training if it is not measured. configs/small.yaml reaches 0.6 in fp32 on two CPU cores;
 # published small GPTs reach 0.3 to 0.5 on a GPU.
@@ -231,10 +232,9 @@ def evaluation_seconds(config: RunConfig, data: TokenCounts, tokens_per_second: 
     """
     if data.val_tokens is None:
         return None
-    times = math.ceil(steps / config.train.eval_every_steps)
     budgets = config.eval_tokens, config.final_eval_tokens(steps * config.batch.tokens_per_step)
     each, final = (min(budget or data.val_tokens, data.val_tokens) for budget in budgets)
-    tokens = (times * each + (final if final > each else 0)) * config.eval_passes
+    tokens, _ = evaluated_tokens(config, each, final, steps)
     return tokens / (3 * tokens_per_second)
 
 

@@ -94,9 +94,12 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: l
     if not used:
         raise UserError(f"{file.path} holds no file of a known kind (docs/data.md lists them); unpack it.")
     texts = {_stem(member) for member in used.values() if member.endings[0] not in TABLES}
-    beside = [number for number, member in used.items() if number in about and _stem(member) in texts]
-    reasons = {"other kind": [name for name, number in last.items() if number not in used]}
-    reasons["about a text"] = [entries[number][0] for number in beside if used.pop(number)]
+    beside = {number for number, member in used.items() if number in about and _stem(member) in texts}
+    reasons = {
+        "other kind": [name for name, number in last.items() if number not in used],
+        "about a text": [name for name, number in last.items() if number in beside],
+    }
+    used = {number: member for number, member in used.items() if number not in beside}
     log_skipped("data.files", str(file.path), len(used), reasons)
     optional = optional_kinds((member.endings[0], entries[number][1]) for number, member in used.items())
     for number, (_, _, opener) in enumerate(members_of(file)):

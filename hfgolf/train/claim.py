@@ -116,9 +116,11 @@ def with_own_folder(said: ResolvedConfig, starts_beside_unfinished: bool = True)
 
 def _own_name(said: ResolvedConfig, starts_beside_unfinished: bool) -> str:
     first, own, number = run_folder(said.config), said, 1
-    while _other_run(own):
+    other = differs = _other_run(said)
+    while other:
         number += 1
         own = said.resolve("auto", run__name=f"{said.config.run.name}-{number}")
+        other = _other_run(own)
     is_new = not run_folder(own.config).config.exists()
     if is_new and not (starts_beside_unfinished or first.summary.exists()):
         own = said
@@ -126,7 +128,7 @@ def _own_name(said: ResolvedConfig, starts_beside_unfinished: bool) -> str:
     if own is not said:
         kind = "a complete" if first.summary.exists() else "an unfinished"
         text += f", because {first.path} holds {kind} run with another text or config"
-        text += f" ({join_words(_other_run(said), maximum=3)})"
+        text += f" ({join_words(differs, maximum=3)})"
         text += "" if first.summary.exists() else "; to continue that one: --train.resume latest"
     if first.config.exists():
         logger.info("%s", labeled("run", text))

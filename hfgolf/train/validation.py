@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hfgolf.config.sections import TrainSection
+from hfgolf.config.sections import RunConfig, TrainSection
 from hfgolf.data.batches import Stream, evaluation_extent
 from hfgolf.data.chat import stop_ids
 from hfgolf.evaluate.bits_per_byte import Evaluation
@@ -67,12 +67,21 @@ def evaluation_steps(run: Run, last_step: float) -> tuple[float, float]:
 
     Per token, an evaluation takes a third of the work of a training step (only the forward pass).
     """
-    config, val, step = run.config, run.tokens.val, run.state.step
-    each, final = (evaluation_extent(val, budget)[0] for budget in (config.eval_tokens, final_budget(run, last_step)))
-    every, share = config.train.eval_every_steps, config.eval_passes / (3 * config.batch.tokens_per_step)
-    at_the_end = each + (final if final > each else 0)
+    budgets = run.config.eval_tokens, final_budget(run, last_step)
+    each, final = (evaluation_extent(run.tokens.val, budget)[0] for budget in budgets)
+    per_step = 3 * run.config.batch.tokens_per_step
+    tokens, at_the_end = evaluated_tokens(run.config, each, final, last_step, run.state.step)
+    return tokens / per_step, at_the_end / per_step
+
+
+def evaluated_tokens(config: RunConfig, each: int, final: int, last_step: float, step: int = 0) -> tuple[int, int]:
+    """Return the tokens of all evaluations after a step, and of those at the last step.
+
+    each, final: of an evaluation during the run, and of the one that its figures are from.
+    """
+    every, at_the_end = config.train.eval_every_steps, each + (final if final > each else 0)
     times = math.ceil(last_step / every) - 1 - step // every
-    return (times * each + at_the_end) * share, at_the_end * share
+    return (times * each + at_the_end) * config.eval_passes, at_the_end * config.eval_passes
 
 
 def describe_validation(run: Run) -> str:
