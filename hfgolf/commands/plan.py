@@ -1,8 +1,8 @@
 """Plan a run before starting it: hfgolf plan --config small
 
 Prints the model's parameters and FLOPs, the memory that training needs and whether it fits, steps, tokens, time and
-cost. With --minutes or --dollars, also how many steps and tokens they pay for.
-Trains nothing.
+cost. With --minutes or --dollars, also how many steps and tokens they pay for, and of a text without a config what
+training would choose, after a few timed steps. Trains nothing.
 """
 
 from __future__ import annotations
@@ -66,13 +66,23 @@ def main() -> None:
         meta_model,
         run_length,
     )
+    from hfgolf.train.autopilot import choose, is_open
     from hfgolf.train.console import show_log
     from hfgolf.train.init_from import named_by_weights, take_architecture
+    from hfgolf.train.process import processes as accelerate_processes
 
     show_log(is_main_process=False)  # warnings only
     resolved = take_architecture(resolved)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     config, machine = find_machine(resolved, options.device, processes)
+    if is_open(resolved):
+        if options.device:
+            raise UserError(
+                "--device: shapes are chosen by steps that are timed here; leave it out, or add a --config."
+            )
+        chosen, lines = choose(ResolvedConfig(config, resolved.sources), accelerate_processes().device, processes)
+        config = config.replace(**chosen)
+        print("\n".join([*lines, ""]))
     price, minutes = config.run.price_per_hour, config.train.max_minutes
     with named_by_weights(resolved):
         data = count_tokens(config)

@@ -49,6 +49,20 @@ logger = logging.getLogger(__name__)
 
 _FLAGS = ("-h", "--help", "--print_config")
 _SHORT = {"--minutes": "--train.max_minutes"}
+AUTOPILOT = (
+    "tokenizer.kind",
+    "tokenizer.vocab_size",
+    "model.hidden_size",
+    "model.num_hidden_layers",
+    "model.num_attention_heads",
+    "model.dropout",
+    "batch.tokens_per_step",
+    "optim.learning_rate",
+    "optim.adamw_learning_rate",
+    "train.max_tokens",
+    "train.eval_every_steps",
+)
+"""The keys that train/autopilot.py decides for a text and minutes, where nobody states them: their source is auto."""
 _MAX_NAME_BYTES = 100  # of a text's name in that of its run; its folder and its files add more
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -153,6 +167,7 @@ def load_config(
     shipped = {key: value for key, value in below.items() if sources.get(key) in ("small", "finetune")}
     fitting = _fitting_batch(shipped, stated)
     implied = _implied(below, stated) | fitting
+    implied |= _placeholders(stated) if sources.get("train.max_tokens") == "auto" else {}
     merged, said = _laid_over(below | implied, stated, where)
     sources |= (
         dict.fromkeys(implied, "auto")
@@ -244,18 +259,23 @@ def _minutes(dollars: str, price_per_hour: object) -> float:
 def shipped_base(stated: Mapping[str, Any]) -> ResolvedConfig:
     """Return what begins without a config: small, or finetune for weights that exist, without their examples.
 
-    Of finetune, these are its text, its model and the length of its sequences, for which the weights may be too short.
-    Of small, its prompt and its tokenizer, whose size depends on the text; a run that has another tokenizer keeps it.
-    Of both, that they evaluate all of their small texts at the end, and their steps if `stated` has minutes.
+    stated: what a person states beside it. With train.max_minutes and random weights, the values of AUTOPILOT are open.
+    Of finetune, the examples are its text, its model and the length of its sequences, for which the weights may be too
+    short. Of small, they are its prompt, and its tokenizer, whose size depends on the text; a run that has another
+    tokenizer keeps it. Of both, that they evaluate all of their small texts at the end.
     """
     starts_elsewhere = stated.get("model.init_from") is not None
     name = "finetune" if starts_elsewhere else "small"
     of_weights = ("data.", "model.", "batch.sequence_length")
     examples = of_weights if starts_elsewhere else ("train.sample_prompt", "tokenizer.", "run.")
     shipped = load_config([f"--config={CONFIGS / name}.yaml"])
-    others = ["train.final_eval_tokens"] + (["train.max_steps"] if stated.get("train.max_minutes") is not None else [])
-    sources = {key: name for key in shipped.sources if not key.startswith((*examples, *others))}
-    return ResolvedConfig(shipped.config, sources | ({} if starts_elsewhere else {"tokenizer.kind": "auto"}))
+    sources = {key: name for key in shipped.sources if not key.startswith((*examples, "train.final_eval_tokens"))}
+    if starts_elsewhere:
+        return ResolvedConfig(shipped.config, sources)
+    if stated.get("train.max_minutes") is None or "model.architecture" in stated:
+        return ResolvedConfig(shipped.config, sources | {"tokenizer.kind": "auto"})
+    del sources["train.max_steps"]
+    return ResolvedConfig(shipped.config, sources | dict.fromkeys(AUTOPILOT, "auto"))
 
 
 def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConfig:
@@ -297,6 +317,20 @@ def _fitting_batch(shipped: Mapping[str, Any], stated: Mapping[str, Any]) -> dic
     if segment and segment < length and length % segment:
         fitting["batch.segment_length"] = None
     return {key: value for key, value in fitting.items() if key not in stated}
+
+
+def _placeholders(stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return values of AUTOPILOT's keys, until they are chosen, that go with those that are stated."""
+    fitting = {
+        "model.hidden_size": ("model.num_attention_heads", 64),
+        "model.num_attention_heads": ("model.hidden_size", 0),
+        "batch.tokens_per_step": ("batch.sequence_length", 1),
+    }
+    return {
+        key: stated[other] * factor or 1
+        for key, (other, factor) in fitting.items()
+        if isinstance(stated.get(other), int) and key not in stated
+    }
 
 
 def find_config(name: str) -> str:

@@ -87,7 +87,9 @@ def print_help(description: str) -> None:
     parser.add_argument(
         "--config", metavar="FILE", help="YAML file with the sections below, or the name of one of hfgolf's: small"
     )
-    parser.add_argument("--minutes", metavar="N", help="the same as --train.max_minutes")
+    parser.add_argument(
+        "--minutes", metavar="N", help="train.max_minutes; of a text without a config, it chooses what nobody states"
+    )
     parser.add_argument("--dollars", metavar="N", help="the minutes that they pay for at run.price_per_hour")
     parser.add_argument("--print_config", action="store_true", help="print the config with its sources, and exit")
     for section, config in SECTIONS.items():

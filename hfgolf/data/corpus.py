@@ -9,6 +9,7 @@ import hashlib
 import itertools
 import json
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -144,6 +145,33 @@ class Corpus:
                 num_left = max(0, num_left - len(block))
             train.end_document()
             val.end_document()
+
+    def train_start(self, max_bytes: int, scratch: Path) -> tuple[list[str], float]:
+        """Return the first max_bytes of the training text in blocks, and the bytes of all of it.
+
+        Of a larger text, the bytes follow from the sizes of its files, so they are too few if these are compressed;
+        those of a dataset of the Hub are infinity. scratch: a folder for files that must be unpacked first. Raises
+        UserError if text cannot be read or there is none.
+        """
+        splits: dict[str, list[str]] = {split: [] for split in SPLITS}
+        num_bytes, is_cut = 0, self.data.split == "contiguous" and not self.data.val_files
+        for _, split, content in self._documents(scratch):
+            found = [block for block in content if block] if split != "val" or not self.data.val_files else []
+            splits["train" if is_cut or split != "val" else "val"] += found
+            num_bytes += sum(len(block.encode()) for block in found)
+            if num_bytes > max_bytes:
+                break
+        else:
+            is_cut |= not self.data.val_files and not all(splits.values())  # as write_pieces does it
+            blocks = splits["train"] + (splits["val"] if is_cut else [])
+            self.require_text("train", len(blocks))
+            whole = sum(len(block.encode()) for block in blocks)
+            return blocks, whole * (1 - self.data.val_fraction if is_cut else 1.0)
+        blocks = splits["train"]
+        if not self.files or self.data.max_documents is not None:
+            return blocks, math.inf
+        on_disk = sum(file.path.stat().st_size for file in self.files if file.split != "val")
+        return blocks, max(num_bytes, on_disk * (1.0 if self.data.val_files else 1 - self.data.val_fraction))
 
     def hashed_split(self, name: str) -> str:
         """Return the split of a document, which depends on its name alone."""

@@ -16,7 +16,7 @@ import time
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -457,17 +457,9 @@ def _train_bpe(pieces: Dataset, config: TokenizerSection, is_chat: bool) -> Toke
     if config.vocab_size == "auto" and (num_bytes := num_text_bytes(pieces)) < _FEW_BYTES:
         vocab_size = 257  # the bytes and the end of text
         _log.info("tokenizer: bytes, because there are only %s kB of training text", f"{num_bytes / 1000:,.1f}")
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer, trainer = _untrained_bpe(vocab_size)
     if config.case_operators:
         add_case_operators(tokenizer)
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
     sample = pieces.select(evenly_sampled(pieces, vocab_size * TRAINING_SAMPLE_BYTES_PER_ENTRY))
     started_at = time.perf_counter()
     tokenizer.train_from_iterator(texts(sample), trainer)
@@ -479,3 +471,34 @@ def _train_bpe(pieces: Dataset, config: TokenizerSection, is_chat: bool) -> Toke
     if reached < vocab_size:
         _log.info("tokenizer: %s entries, all that this text supports", f"{reached + num_reserved:,}")
     return tokenizer
+
+
+def _untrained_bpe(vocab_size: int) -> tuple[Tokenizer, trainers.BpeTrainer]:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    return tokenizer, trainer
+
+
+def tokens_per_byte(sample: list[str], vocab_sizes: Collection[int]) -> dict[int, float]:
+    """Return {vocab_size: tokens per byte} of the BPE vocabularies that a sample supports.
+
+    Trains the largest; the first merges of it are a smaller one.
+    """
+    tokenizer, trainer = _untrained_bpe(max(vocab_sizes))
+    tokenizer.train_from_iterator(sample, trainer)
+    content = json.loads(tokenizer.to_str())
+    entries, merges = content["model"]["vocab"], content["model"]["merges"]
+    num_bytes, ratios = sum(len(block.encode()) for block in sample), {}
+    for size in sorted(size for size in vocab_sizes if 257 < size <= len(entries)):
+        first = {entry: number for entry, number in entries.items() if number < size}
+        content["model"] |= {"vocab": first, "merges": [pair for pair in merges if "".join(pair) in first]}
+        encoded = Tokenizer.from_str(json.dumps(content)).encode_batch_fast(sample)
+        ratios[size] = sum(len(encoding) for encoding in encoded) / num_bytes
+    return ratios

@@ -16,7 +16,7 @@ import torch
 from accelerate import Accelerator, DistributedType, PartialState
 
 from hfgolf.checkpoint.identity import UNDECIDED
-from hfgolf.config.parse import ResolvedConfig
+from hfgolf.config.parse import AUTOPILOT, ResolvedConfig
 from hfgolf.config.sections import RunConfig
 from hfgolf.measure.memory import TrainingMemory, choose_micro_batch_size, chunk_elements, require_room, run_memory
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -70,9 +70,9 @@ def decide(said: ResolvedConfig, before: Mapping[str, Any]) -> Decisions:
             values[name], sources[key] = kept, "the run so far"
         elif (choice := _choose(key, config, precision, state.device)) is not None:
             values[name], sources[key] = choice, "auto"
-    kind = before.get("tokenizer.kind")
-    if said.sources.get("tokenizer.kind") == "auto" and kind in ("bpe", "byte"):
-        values["tokenizer__kind"], sources["tokenizer.kind"] = kind, "the run so far"
+    for key in AUTOPILOT:
+        if said.sources.get(key) == "auto" and key in before:
+            values[key.replace(".", "__")], sources[key] = before[key], "the run so far"
     return Decisions(config.replace(**values), sources, precision)
 
 

@@ -56,6 +56,7 @@ from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.system.wording import gigabytes, labeled
 from hfgolf.train.announce import announce_device, announce_model
 from hfgolf.train.attention_probe import describe_attention
+from hfgolf.train.autopilot import choose, is_open
 from hfgolf.train.build import build_model, check_golf, other_config
 from hfgolf.train.claim import agree_on_config, claim
 from hfgolf.train.clock import Clock, step_limit
@@ -103,6 +104,12 @@ def set_up(
     try:
         decisions = _decide(said, origin)
         accelerator = _set_up_process(decisions)
+        if is_open(decisions):
+            console.now("timing steps")
+            chosen, lines = choose(decisions, accelerator.device, accelerator.num_processes)
+            for line in lines:
+                logger.info("%s", line)
+            decisions = _decide(said.resolve("auto", **chosen), origin)
         with named_by_weights(decisions):
             tokens = _load_tokens(decisions.config, origin)
         run = _build(decisions, accelerator, tokens, folder, origin, stopwatch, hooks or Hooks())
@@ -160,13 +167,11 @@ def _decide(said: ResolvedConfig, origin: _Origin | None) -> Decisions:
 
 def _set_up_process(decisions: Decisions) -> Accelerator:
     """Phase 3: threads, memory, precision and seeds of this process."""
-    config, batch, threads = decisions.config, decisions.config.batch, decisions.config.train.cpu_threads
+    config, threads = decisions.config, decisions.config.train.cpu_threads
     if isinstance(threads, int) and processes().device.type == "cpu":
         torch.set_num_threads(threads)
         tune_memory(config)
     accelerator = _build_accelerator(config)
-    stated_size = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1
-    batch.accumulation_steps(stated_size, accelerator.num_processes)  # raises if it does not divide
     announce_device(decisions, accelerator)
     seed_everything(config.run.seed, config.train.deterministic)
     return accelerator
@@ -201,6 +206,8 @@ def bucket_megabytes(model: PreTrainedModel) -> int:
 
 def _load_tokens(config: RunConfig, origin: _Origin | None) -> TokenCache:
     """Phase 4: load the text as tokens. A resumed run uses the tokenizer of its checkpoint."""
+    stated_size = config.batch.micro_batch_size if isinstance(config.batch.micro_batch_size, int) else 1
+    config.batch.accumulation_steps(stated_size, processes().num_processes)  # raises if it does not divide
     console.now("tokenizing")
     with first_of_machine():
         corpus = load_corpus(config.data)

@@ -251,6 +251,15 @@ def test_script_plans_for_a_budget(script, tiny_run):
     assert "; the config's 1,000 steps do not fit, but --train.max_steps " in too_long
 
 
+def test_script_plans_what_training_would_choose(script, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    (tmp_path / "my.txt").write_text(" ".join(str(number) for number in range(30_000)))
+    said = script(tmp_path / "my.txt", "--minutes", 0.5, "--model.hidden_size", 64)
+    assert (
+        said.startswith("chosen   3 layers of width 64") and "\nmy: " in said and "budget: 0.5 minutes pay for" in said
+    )
+
+
 def test_script_plans_for_an_absent_gpu(script, tiny_run):
     planned = numbers(script(*tiny_run(train__mixed_precision="null"), "--device", "nvidia a100", "--json"))
     assert planned["precision"] == "bf16"

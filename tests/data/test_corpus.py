@@ -329,3 +329,20 @@ def test_unreachable_hub_is_one_line(tmp_path, monkeypatch):
     monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
     data = DataSection(source="hub", hub_name="nobody/nothing", cache_dir=str(tmp_path))
     assert "nobody/nothing" in fails(data, tmp_path)
+
+
+def test_start_of_the_training_text_and_its_bytes(tmp_path, write, files_config):
+    text = "é" * 5_000 + "a" * 90_000
+    one = files_config(write("one.txt", text), val_fraction=0.1)
+    assert load_corpus(one).train_start(10**6, tmp_path) == ([text], 90_000)
+    start, num_bytes = load_corpus(one).train_start(1_000, tmp_path)
+    assert start == [text] and num_bytes == 100_000  # what has been read, which is more than nine tenths of it
+    held_out = files_config(write("one.txt", text), val_files=[write("val.txt", "held out")])
+    assert load_corpus(held_out).train_start(10**6, tmp_path) == ([text], 100_000)
+    names = [f"part{number}.txt" for number in range(40)]
+    parts = {name: name * 100 for name in names}
+    paths = [str(write(f"many/{name}", parts[name])) for name in names]
+    data = files_config(*paths, val_fraction=0.2, split="documents")
+    train = read(data, tmp_path)["train"]
+    start, num_bytes = load_corpus(data).train_start(10**6, tmp_path)
+    assert start == train and 0 < num_bytes == sum(map(len, train)) < sum(map(len, parts.values()))

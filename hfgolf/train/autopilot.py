@@ -1,0 +1,289 @@
+"""Choose what trains best in the minutes at hand: `hfgolf train my.txt --minutes 10`.
+
+Owns the candidates, the timed steps and the choice. What a model of a shape learns from a text is law.py's; what a
+person states is kept. Does not know checkpoints: a run that resumes keeps what its first start chose.
+"""
+
+from __future__ import annotations
+
+import itertools
+import lzma
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hfgolf.config.parse import AUTOPILOT, ResolvedConfig
+from hfgolf.config.sections import RunConfig
+from hfgolf.data.corpus import load_corpus
+from hfgolf.data.tokenizer import embedding_rows, find_tokenizer, tokens_per_byte
+from hfgolf.measure.memory import choose_micro_batch_size
+from hfgolf.optim.groups import build_optimizer
+from hfgolf.optim.layout import layout
+from hfgolf.system.errors import UserError
+from hfgolf.system.hardware import peak_flops, synchronize
+from hfgolf.system.ranks import decide, gather
+from hfgolf.system.wording import count_of, labeled, rounded
+from hfgolf.train.build import build_model
+from hfgolf.train.decisions import free_bytes
+from hfgolf.train.law import Shape, Text, bits_per_byte, heads_of, layers_of, rates_of, tokens_per_step_of
+
+WIDTHS = (96, 128, 192, 256, 384, 512, 768, 1024, 1536)
+VOCABULARIES = (256, 512, 1024, 2048, 4096, 8192, 16384)
+DROPOUTS = (0.0, 0.1, 0.2, 0.3)
+SHARES = tuple(0.8**power for power in range(20))  # of the tokens that the minutes allow
+SHARE_OF_STEPS = 0.93  # of the minutes; evaluations and saves take the rest
+EVALUATIONS = 10
+READ_BYTES = 50_000_000
+SAMPLE_BYTES, BLOCK_CHARACTERS = 2_000_000, 20_000
+MAX_TIMED, TIMED_SECONDS = 4, 1.0  # shapes, and of each
+ASSUMED_MFU = 0.3  # of the first shape that is timed
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A shape, how long it trains, and what the law expects of it."""
+
+    shape: Shape
+    tokens_per_step: int
+    tokens: float
+    is_whole: bool
+    """Whether the training takes all of the minutes."""
+    bits_per_byte: float
+
+
+@dataclass
+class Speed:
+    """Seconds of a step of any shape, from the steps that were timed and the FLOPs of both."""
+
+    assumed_flops: float
+    """FLOP/s until the first step is timed."""
+    sequence_length: int
+    timed: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
+    """{width, vocabulary and tokens of a step: its FLOPs and its seconds}; infinity if it does not fit."""
+
+    def seconds(self, shape: Shape, tokens_per_step: int) -> float:
+        """Return what was timed, or what follows from the two timed steps that are nearest in FLOPs.
+
+        A step takes a fixed time, and the rest of it grows with its FLOPs. With one timed step, a third is fixed.
+        """
+        if (known := self.timed.get((shape.width, shape.vocabulary, tokens_per_step))) is not None:
+            return known[1]
+        flops = tokens_per_step * shape.flops_per_token(self.sequence_length)
+        steps = sorted(
+            (step for step in self.timed.values() if step[1] < math.inf),
+            key=lambda step: abs(math.log(step[0] / flops)),
+        )
+        if not steps:
+            return flops / self.assumed_flops
+        near, seconds = steps[0]
+        fixed = seconds / 3
+        if len(steps) > 1 and steps[1][0] != near:
+            other, other_seconds = steps[1]
+            slope = (other_seconds - seconds) / (other - near)
+            fixed = min(max(seconds - slope * near, 0.0), 0.9 * seconds)
+        return fixed + (seconds - fixed) * flops / near
+
+
+def is_open(said: ResolvedConfig) -> bool:
+    """Return whether there is something to choose."""
+    return any(said.sources.get(key) == "auto" for key in AUTOPILOT if key != "tokenizer.kind")
+
+
+def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> tuple[dict[str, Any], list[str]]:
+    """Return {section__key: value} of the open keys, and lines that say what was chosen and what else there was.
+
+    said: the config, with its precision decided, in which these keys hold no choice yet. All ranks call it, and each
+    times the same steps. Raises UserError if the text is not read as text, or if no shape fits into the free memory.
+    """
+    config, minutes = said.config, said.config.train.max_minutes or math.inf
+    open_keys = {key for key in AUTOPILOT if said.sources.get(key) == "auto"}
+    text = decide(lambda: measure_text(config, open_keys))
+    peak = peak_flops(device, str(config.train.mixed_precision)) * num_processes
+    speed = Speed(ASSUMED_MFU * peak, config.batch.sequence_length)
+    while True:
+        choices = list(_choices(config, open_keys, text, speed, num_processes))
+        if not choices:
+            heads = config.model.num_attention_heads
+            raise UserError(
+                f"model.num_attention_heads: no candidate has a width that {heads} heads divide; state one."
+            )
+        best = _best(choices)
+        shape, tokens_per_step = best.shape, best.tokens_per_step
+        key = shape.width, shape.vocabulary, tokens_per_step
+        if key in speed.timed or len(speed.timed) == MAX_TIMED:
+            break
+        values = _values(best, open_keys)
+        seconds = max(gather(_seconds_per_step(config.replace(**values), shape.vocabulary, device, num_processes)))
+        speed.timed[key] = tokens_per_step * shape.flops_per_token(config.batch.sequence_length), seconds
+    if best.bits_per_byte == math.inf:
+        raise UserError("train.max_minutes: no shape fits into the free memory; end other programs, or use a --config.")
+    others = _others(best, choices)
+    for name, times in (("half the minutes", 0.5), ("twice the minutes", 2)):
+        longer = config.replace(train__max_minutes=times * minutes)
+        others[name] = _best(_choices(longer, open_keys, text, speed, num_processes))
+    return _values(best, open_keys), _described(best, others)
+
+
+def _best(choices: Iterable[Choice]) -> Choice:
+    return min(choices, key=lambda choice: choice.bits_per_byte)
+
+
+def _others(best: Choice, choices: list[Choice]) -> dict[str, Choice]:
+    """Return {what is different: the best choice with it}: the next widths, and the second-best vocabulary."""
+    widths = sorted({choice.shape.width for choice in choices})
+    place = widths.index(best.shape.width)
+    near = [*widths[max(0, place - 1) : place], *widths[place + 1 : place + 2]]
+    others = {f"width {width}": _best(choice for choice in choices if choice.shape.width == width) for width in near}
+    if rest := [choice for choice in choices if choice.shape.vocabulary != best.shape.vocabulary]:
+        others[_vocabulary(_best(rest).shape)] = _best(rest)
+    return others
+
+
+def measure_text(config: RunConfig, open_keys: set[str]) -> Text:
+    """Return what the law has to know of the training text. Reads at most READ_BYTES of it.
+
+    Raises UserError if the text is already tokens, or conversations.
+    """
+    data, tokenizer = config.data, config.tokenizer
+    for key in ("ids_column", "messages_column"):
+        if getattr(data, key) is not None:
+            raise UserError(f"train.max_minutes: nothing is known of data.{key} yet; choose a shape with a --config.")
+    with tempfile.TemporaryDirectory() as scratch:
+        blocks, num_bytes = load_corpus(data).train_start(READ_BYTES, Path(scratch))
+    sample = blocks[:: max(1, math.ceil(sum(map(len, blocks)) / SAMPLE_BYTES))]
+    raw = "".join(sample).encode()
+    density = 8 * len(lzma.compress(raw)) / len(raw)
+    if tokenizer.kind == "char":
+        ratios = {256 + len({c for block in blocks for c in block if c > "\x7f"}): len("".join(sample)) / len(raw)}
+    elif tokenizer.kind == "pretrained" and (found := find_tokenizer(tokenizer, {}, Path())):
+        ids = found(sample, add_special_tokens=False)["input_ids"]
+        ratios = {embedding_rows(found): sum(map(len, ids)) / len(raw)}
+    else:
+        is_any = "tokenizer.vocab_size" in open_keys
+        sizes = VOCABULARIES if is_any else (config.tokenizer.max_vocab_size,)
+        ratios = {} if tokenizer.kind == "byte" else tokens_per_byte(sample, sizes)
+        ratios |= {256: 1.0} if (is_any and "tokenizer.kind" in open_keys) or tokenizer.kind == "byte" else {}
+    return Text(num_bytes, density, ratios)
+
+
+def _choices(config: RunConfig, open_keys: set[str], text: Text, speed: Speed, num_processes: int) -> Iterator[Choice]:
+    """Yield all shapes that what is stated allows, with all lengths of their training that are worth a thought."""
+    model, batch, seconds = config.model, config.batch, SHARE_OF_STEPS * 60 * (config.train.max_minutes or math.inf)
+    widths = WIDTHS if "model.hidden_size" in open_keys else (model.hidden_size,)
+    dropouts = DROPOUTS if "model.dropout" in open_keys else (model.dropout,)
+    shares = SHARES if "train.max_tokens" in open_keys else (1.0,)
+    multiple = batch.sequence_length * num_processes
+
+    def step_of(tokens: float) -> int:
+        if "batch.tokens_per_step" not in open_keys:
+            return batch.tokens_per_step
+        return multiple * max(1, round(tokens_per_step_of(tokens) / multiple))
+
+    for width, vocabulary, dropout in itertools.product(widths, text.tokens_per_byte, dropouts):
+        if "model.num_attention_heads" not in open_keys and width % model.num_attention_heads:
+            continue
+        is_deep = "model.num_hidden_layers" in open_keys
+        shape = Shape(width, layers_of(width) if is_deep else model.num_hidden_layers, vocabulary, dropout)
+        step, tokens = step_of(0), 0.0
+        while True:  # larger steps are faster on a GPU, and a longer training takes larger steps
+            tokens = seconds / speed.seconds(shape, step) * step
+            if (larger := step_of(tokens)) <= step:
+                break
+            step = larger
+        for share in shares:
+            wanted = share * tokens
+            step = min(step, step_of(wanted))
+            possible = seconds / speed.seconds(shape, step) * step
+            reached = min(wanted, possible)
+            loss = bits_per_byte(text, shape, reached, step) if reached > step else math.inf
+            yield Choice(shape, step, reached, share == 1, loss)
+
+
+def _values(choice: Choice, open_keys: set[str]) -> dict[str, Any]:
+    """Return {section__key: value} of the open keys."""
+    shape, step = choice.shape, choice.tokens_per_step
+    muon, adamw = rates_of(shape.width)
+    every = max(1, round(choice.tokens / step / EVALUATIONS))
+    values = {
+        "tokenizer.kind": "byte" if shape.vocabulary == 256 else "bpe",
+        "tokenizer.vocab_size": "auto" if shape.vocabulary == 256 else shape.vocabulary,
+        "model.hidden_size": shape.width,
+        "model.num_hidden_layers": shape.layers,
+        "model.num_attention_heads": heads_of(shape.width),
+        "model.dropout": shape.dropout,
+        "batch.tokens_per_step": step,
+        "optim.learning_rate": float(f"{muon:.2g}"),
+        "optim.adamw_learning_rate": float(f"{adamw:.2g}"),
+        "train.max_tokens": None if choice.is_whole else round(choice.tokens / step) * step,
+        "train.eval_every_steps": every,
+    }
+    return {key.replace(".", "__"): value for key, value in values.items() if key in open_keys}
+
+
+def _seconds_per_step(config: RunConfig, vocabulary: int, device: torch.device, num_processes: int) -> float:
+    """Return the seconds of a step of this config, uncompiled, on this process; infinity if it does not fit.
+
+    config: its precision must be decided.
+    """
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(config.train.mixed_precision))
+    with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
+        model = build_model(config, vocabulary, device.type).train()
+        try:
+            size = choose_micro_batch_size(config, model, num_processes, device.type, free_bytes(device))
+        except UserError:
+            return math.inf
+        optimizer = build_optimizer(model.named_parameters(), config.optim, **layout(model))
+        optimizer.create_state()
+        ids = torch.randint(vocabulary, (size, config.batch.sequence_length), device=device)
+
+        def step() -> None:
+            for _ in range(config.batch.accumulation_steps(size, num_processes)):
+                with torch.autocast(device.type, dtype, enabled=dtype is not None):
+                    loss = model(input_ids=ids, shift_labels=ids.clone()).loss
+                loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return _median_seconds(step, device)
+
+
+def _median_seconds(work: Callable[[], None], device: torch.device) -> float:
+    """Return the median of its seconds over TIMED_SECONDS, and at least three times, after a first time."""
+    seconds: list[float] = []
+    while len(seconds) < 4 or sum(seconds) < TIMED_SECONDS:
+        synchronize(device)
+        started_at = time.perf_counter()
+        work()
+        synchronize(device)
+        seconds.append(time.perf_counter() - started_at)
+    return statistics.median(seconds[1:])
+
+
+def _described(best: Choice, others: Mapping[str, Choice]) -> list[str]:
+    """Return three lines: what was chosen, with what the law expects of it; what else there was; how to change it.
+
+    others: {what is different: the best choice with it}.
+    """
+    shape = best.shape
+    what = f"{count_of(shape.layers, 'layer')} of width {shape.width}, {_vocabulary(shape)}"
+    what += f", dropout {shape.dropout:g}" if shape.dropout else ""
+    length = f"{rounded(best.tokens)} tokens in steps of {best.tokens_per_step:,}"
+    length += "" if best.is_whole else ", with which this text is used up"
+    found = (f"{name} {other.bits_per_byte / best.bits_per_byte - 1:+.1%}" for name, other in others.items())
+    return [
+        labeled("chosen", f"{what}; about {length}"),
+        labeled("instead", f"{', '.join(found)} of bits per byte, by a law that is off by 4 %"),
+        labeled("yours", "what you state stays, such as --model.hidden_size; config.yaml has all"),
+    ]
+
+
+def _vocabulary(shape: Shape) -> str:
+    return "bytes" if shape.vocabulary == 256 else f"vocabulary {shape.vocabulary:,}"

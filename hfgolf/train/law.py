@@ -1,0 +1,127 @@
+"""What a model learns: bits per byte as a function of the text, the model's shape and the tokens of its training.
+
+Pure arithmetic. benchmarks/law/fit.py finds the constants for the runs of benchmarks/law/collect.py. This is a first
+fit: 43 runs of 0.3 to 6 million tokens, 96 to 384 wide. It is off by 1 % (median) for these, and by 4 % for runs that
+it has not seen; outside of them it is an extrapolation.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Text:
+    """What the law has to know of a training text."""
+
+    num_bytes: float
+    density: float
+    """Bits per byte when compressed with LZMA."""
+    tokens_per_byte: dict[int, float]
+    """{entries of a vocabulary: tokens per byte}, for each vocabulary that the text supports."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The shape of a Golf model with tied embeddings and an MLP of 4 x its width."""
+
+    width: int
+    layers: int
+    vocabulary: int
+    dropout: float = 0.803
+
+    @property
+    def body_parameters(self) -> int:
+        """Return the weights in the matrices of the blocks."""
+        return 12 * self.layers * self.width**2
+
+    def flops_per_token(self, sequence_length: int) -> float:
+        """Return the FLOPs of a token's forward and backward pass, as measure/flops.py counts them."""
+        head = self.vocabulary * self.width
+        return 6.0 * (self.body_parameters + head + self.width * sequence_length * self.layers)
+
+
+def layers_of(width: int) -> int:
+    """Return the number of layers that goes with a width: 3 up to 128, 5 with 256, 9 with 512.
+
+    With two, attention does not learn to copy: of Python, 64 wide, 1.58 bits per byte instead of 1.22 with three, 128
+    wide, after as many tokens.
+    """
+    return max(3, 1 + width // 64)
+
+
+def heads_of(width: int) -> int:
+    """Return the attention heads that go with a width: of 64 dimensions, and of 32 below a width of 256."""
+    return max(1, width // (64 if width >= 256 else 32))
+
+
+def rates_of(width: int) -> tuple[float, float]:
+    """Return the learning rates of Muon and of AdamW that go with a width.
+
+    From benchmarks/law/rates.jsonl: after 300 steps, the best of Muon's fell from 0.04 to 0.02 between widths of 64 and
+    256, and the best of AdamW's, which the embedding has, from 0.04 to 0.01. After 1,000 steps, they were 0.02 to 0.03
+    and 0.02 at a width of 128.
+    """
+    return 0.02 * math.sqrt(256 / width), 0.01 * 256 / width
+
+
+def tokens_per_step_of(tokens: float) -> int:
+    """Return the tokens of a step that go with the tokens of a training: a power of two, from 2,048 on."""
+    return int(min(2**19, max(2**11, 2 ** round(math.log2(2.6 * math.sqrt(max(tokens, 1.0)))))))
+
+
+@dataclass(frozen=True)
+class Law:
+    """The constants of the law. Sizes are in millions, and losses in units of `scale`."""
+
+    floor: float = 0.0208
+    """What no model learns."""
+    capacity: tuple[float, float, float] = (0.361, 0.298, 0.381)
+    """Factor, and exponents of the weights and of bytes per token: what the model has no room for."""
+    embedding: float = 0.0538
+    """How much of a weight an entry of the embedding counts."""
+    data: tuple[float, float, float] = (0.661, 0.217, 0.21)
+    """Factor, and exponents of the effective tokens and of bytes per token: what it has not seen."""
+    repeats: float = 0.144
+    """Epochs that the repeated ones are worth at most, together."""
+    start_steps: float = 145.0
+    """Steps of which half is lost to the start of a training."""
+    critical_tokens: float = 48_700.0
+    """Tokens per step at which half of the tokens is lost."""
+    entries: tuple[float, float] = (6.34, 1.01)
+    """Factor and exponent of entries per token of the text: those of which it has too few examples."""
+    memory: tuple[float, float, float] = (0.00345, 2.03, 2.94)
+    """Factor, and exponents of the weights and of tens of epochs: what is learned by heart, per MB of text."""
+    late: tuple[float, float, float] = (0.148, 0.312, 1.65)
+    """What is learned at once, when attention finds what to copy: how much, and after how many tokens, by weights."""
+    dropout: float = 0.77
+    """What a dropout of 1 would add to what the model has no room for, as a factor."""
+    scale: tuple[float, float] = (0.887, 0.403)
+    """Bits per byte of a text: for its density of 0, and what 1 of density adds."""
+
+
+def bits_per_byte(text: Text, shape: Shape, tokens: float, tokens_per_step: int, law: Law = Law()) -> float:
+    """Return the expected bits per byte of held-out text like it, after a training on so many tokens.
+
+    Repeated tokens count less, in the form of Muennighoff et al., "Scaling Data-Constrained Language Models", arXiv
+    2305.16264, section 3.1; beyond them, a loss rises with the epochs, as what is learned by heart does harm.
+    """
+    ratio = text.tokens_per_byte[shape.vocabulary]
+    unique, epochs = text.num_bytes * ratio, tokens / (text.num_bytes * ratio)
+    batch = 1 + tokens_per_step / law.critical_tokens
+    steps = tokens / tokens_per_step
+    seen = tokens if epochs <= 1 else unique * (1 + law.repeats * (1 - math.exp(-(epochs - 1) / law.repeats)))
+    seen *= steps / (steps + law.start_steps) / batch / 1e6
+    weights = (shape.body_parameters + law.embedding * shape.vocabulary * shape.width) / 1e6
+    factor, of_weights, of_bytes = law.capacity
+    room = factor * weights**-of_weights * ratio**of_bytes * (1 + law.dropout * shape.dropout)
+    factor, of_tokens, of_bytes = law.data
+    data = factor * seen**-of_tokens * ratio**of_bytes
+    factor, of_weights, of_epochs = law.memory
+    memory = factor * weights**of_weights * (epochs / 10) ** of_epochs * 1e6 / text.num_bytes
+    rare = law.entries[0] * (shape.vocabulary / unique) ** law.entries[1]
+    amount, after, of_weights = law.late
+    late = amount / (1 + (tokens / batch / 1e6 / (after * weights**of_weights)) ** 4.48)
+    scale = law.scale[0] + law.scale[1] * text.density
+    return scale * (law.floor + room + data + rare + memory * (1 - shape.dropout) ** 2 + late)
