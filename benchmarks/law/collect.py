@@ -12,6 +12,7 @@ import argparse
 import ast
 import json
 import random
+import re
 import shutil
 import sysconfig
 import warnings
@@ -25,14 +26,26 @@ import torch
 from hfgolf import api
 from hfgolf.config.parse import load_config
 from hfgolf.run.metrics import read_rows
-from hfgolf.train.law import Shape, rates_of
+from hfgolf.train.law import Shape, heads_of, layers_of, rates_of
 
 RUNS = Path(__file__).parent / "runs.jsonl"
-LAYERS = {64: 2, 96: 3, 128: 3, 192: 4, 256: 5, 384: 6}
-HEADS = {64: 2, 96: 3, 128: 4, 192: 6, 256: 4, 384: 6}
-BYTES_PER_TOKEN = {256: 1.0, 512: 1.65, 1024: 2.1, 2048: 2.55, 4096: 3.0}  # about, to plan the runs
-EPOCHS = (0.125, 0.25, 0.5, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
-SEQUENCE_LENGTH, TOKENS_PER_STEP, RUNS_PER_TEXT = 256, 2048, 36
+SEQUENCE_LENGTH = 256
+CELLS = """
+    3e12   shakespeare python              96/1024 128/1024 128/2048
+    3e12   shakespeare python              128/1024x1024 128/2048x1024
+    1e13   python shakespeare docstrings   128/1024 128/2048 192/2048 256/4096 192/4096 128/4096 256/2048 192/1024
+    5e12   topics docstrings200            128/512-0.1 96/1024-0.1 192/1024-0.1
+    5e12   shakespeare200                  128/512-0.1 96/512-0.1 128/256-0.1 192/512-0.2 128/1024-0
+    1e13   topics docstrings200            128/512-0.2 192/512-0.2 192/1024-0
+    1e13   shakespeare200                  128/512-0.3 192/256-0.2
+    1e13   python1m                        128/1024 192/2048 256/4096
+    3e13   python docstrings               192/2048 256/4096x4096 256/2048
+    3e13   shakespeare python1m            192/2048-0.1 128/1024-0.1 256/4096-0.1
+    3e13   python                          128/1024 192/1024x4096 384/4096 256/8192x4096
+    1e14   python                          256/4096x4096 384/4096x4096
+"""
+RUN = r"(\d+)/(\d+)(?:x(\d+))?(?:-([\d.]+))?"
+"""Each line: FLOPs, texts, and runs: WIDTH/VOCABULARY, xTOKENS of a step (2,048), -DROPOUT (0)."""
 
 
 @dataclass(frozen=True)
@@ -43,16 +56,18 @@ class Cell:
     text: str
     vocabulary: int
     width: int
+    tokens_per_step: int
     dropout: float
 
     @property
     def steps(self) -> int:
-        shape = Shape(self.width, LAYERS[self.width], self.vocabulary)
-        return round(self.flops / shape.flops_per_token(SEQUENCE_LENGTH) / TOKENS_PER_STEP)
+        shape = Shape(self.width, layers_of(self.width), self.vocabulary)
+        return round(self.flops / shape.flops_per_token(SEQUENCE_LENGTH) / self.tokens_per_step)
 
     @property
     def name(self) -> str:
-        return f"{self.text}-v{self.vocabulary}-w{self.width}-C{self.flops:.1e}-d{self.dropout}".replace("+", "")
+        step = f"x{self.tokens_per_step}-d{self.dropout:g}"
+        return f"{self.text}-v{self.vocabulary}-w{self.width}-C{self.flops:.1e}-{step}".replace("+", "")
 
 
 def main() -> None:
@@ -63,9 +78,9 @@ def main() -> None:
     torch.set_num_threads(1)
     claims = arguments.folder / "claims"
     claims.mkdir(parents=True, exist_ok=True)
-    sizes = write_texts(arguments.folder, arguments.shakespeare)
+    write_texts(arguments.folder, arguments.shakespeare)
     done = {json.loads(line)["name"] for line in RUNS.read_text().splitlines()} if RUNS.exists() else set()
-    for cell in cells(sizes):
+    for cell in cells():
         try:
             (claims / cell.name).touch(exist_ok=False)
         except FileExistsError:
@@ -75,31 +90,14 @@ def main() -> None:
                 file.write(json.dumps(train(cell, arguments.folder)) + "\n")
 
 
-def cells(sizes: dict[str, int]) -> Iterator[Cell]:
-    """Yield the runs, one of each text in turn, so that a part of the collection is a smaller collection.
-
-    sizes: {text: bytes to train on}.
-    """
-    rng, by_text = random.Random(2), []
-    for text, num_bytes in sizes.items():
-        mine: list[Cell] = []
-        while len(mine) < RUNS_PER_TEXT:
-            width = rng.choice([64, 96, 128, 128, 192, 192, 256, 256, 384])
-            vocabulary, epochs = rng.choice([256, 512, 1024, 1024, 2048, 4096]), rng.choice(EPOCHS)
-            tokens = epochs * num_bytes / BYTES_PER_TOKEN[vocabulary]
-            flops = tokens * Shape(width, LAYERS[width], vocabulary).flops_per_token(SEQUENCE_LENGTH)
-            is_possible = 1e12 <= flops <= 3e13 and 50 <= tokens / TOKENS_PER_STEP <= 9000
-            if not is_possible or (vocabulary == 4096 and num_bytes < 900_000):
-                continue
-            if epochs > 12 and rng.random() < 0.5:
-                continue
-            cell = Cell(flops, text, vocabulary, width, 0.0 if epochs <= 3 else rng.choice([0.0, 0.1, 0.2, 0.3]))
-            like = [other for other in mine if asdict(other) | {"flops": 0} == asdict(cell) | {"flops": 0}]
-            if not any(abs(flops / other.flops - 1) < 0.3 for other in like):
-                mine.append(cell)
-        by_text.append(mine)
-    for group in zip(*by_text, strict=True):
-        yield from group
+def cells() -> Iterator[Cell]:
+    for line in CELLS.split("\n")[1:-1]:
+        flops, *words = line.split()
+        texts = [word for word in words if word[0].isalpha()]
+        for run in words[len(texts) :]:
+            width, vocabulary, step, dropout = map(float, re.fullmatch(RUN, run).groups(default="0"))
+            for text in texts:
+                yield Cell(float(flops), text, int(vocabulary), int(width), int(step) or 2048, dropout)
 
 
 def train(cell: Cell, folder: Path) -> dict[str, object]:
@@ -116,15 +114,16 @@ def train(cell: Cell, folder: Path) -> dict[str, object]:
         "tokenizer.kind": "byte" if is_byte else "bpe",
         "tokenizer.vocab_size": "auto" if is_byte else cell.vocabulary,
         "model.hidden_size": cell.width,
-        "model.num_hidden_layers": LAYERS[cell.width],
-        "model.num_attention_heads": HEADS[cell.width],
+        "model.num_hidden_layers": layers_of(cell.width),
+        "model.num_attention_heads": heads_of(cell.width),
         "model.dropout": cell.dropout,
-        "batch.tokens_per_step": TOKENS_PER_STEP,
+        "batch.tokens_per_step": cell.tokens_per_step,
         "optim.learning_rate": round(muon, 5),
         "optim.adamw_learning_rate": round(adamw, 5),
         "train.max_steps": cell.steps,
         "train.eval_every_steps": max(50, cell.steps // 8),
         "train.eval_tokens": 20_000,
+        "train.final_eval_tokens": None,
         "train.cpu_threads": 1,
         "train.compile": False,
         "train.mixed_precision": "bf16",
@@ -137,7 +136,7 @@ def train(cell: Cell, folder: Path) -> dict[str, object]:
     return {
         "name": cell.name,
         **asdict(cell),
-        "layers": LAYERS[cell.width],
+        "layers": layers_of(cell.width),
         "steps": cell.steps,
         "tokens": summary["tokens"],
         "epochs": rows[-1]["epoch"],

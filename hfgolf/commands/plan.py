@@ -75,21 +75,23 @@ def main() -> None:
     resolved = take_architecture(resolved)
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     config, machine = find_machine(resolved, options.device, processes)
+    chosen = None
     if is_open(resolved):
         if options.device:
             raise UserError(
                 "--device: shapes are chosen by steps that are timed here; leave it out, or add a --config."
             )
-        chosen, lines = choose(ResolvedConfig(config, resolved.sources), accelerate_processes().device, processes)
-        config = config.replace(**chosen)
-        print("\n".join([*lines, ""]))
+        chosen = choose(ResolvedConfig(config, resolved.sources), accelerate_processes().device, processes)
+        config = config.replace(**chosen.values)
+        if not options.json:
+            print("\n".join([*chosen.lines, ""]))
     price, minutes = config.run.price_per_hour, config.train.max_minutes
     with named_by_weights(resolved):
         data = count_tokens(config)
     needs = find_needs(config, meta_model(config, data.vocabulary, machine.device), machine)
     assumed = assumed_speed(needs.flops, machine, config.model.gradient_checkpointing)
-    speed = options.tokens_per_second or assumed
-    source = "stated" if options.tokens_per_second else machine.assumed()
+    speed = options.tokens_per_second or (chosen.tokens_per_second if chosen else assumed)
+    source = "stated" if options.tokens_per_second else "timed" if chosen else machine.assumed()
     steps, note = planned_steps(config, data, speed)
     length = None if steps is None else run_length(config, data, speed, steps, price)
     affordable = None

@@ -63,6 +63,8 @@ AUTOPILOT = (
     "train.eval_every_steps",
 )
 """The keys that train/autopilot.py decides for a text and minutes, where nobody states them: their source is auto."""
+_UNMEASURED = {"model.architecture", "optim.name", "data.ids_column", "data.messages_column", "shards"}
+"""Keys, and a data.source, of which train/law.py knows nothing."""
 _MAX_NAME_BYTES = 100  # of a text's name in that of its run; its folder and its files add more
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -259,7 +261,8 @@ def _minutes(dollars: str, price_per_hour: object) -> float:
 def shipped_base(stated: Mapping[str, Any]) -> ResolvedConfig:
     """Return what begins without a config: small, or finetune for weights that exist, without their examples.
 
-    stated: what a person states beside it. With train.max_minutes and random weights, the values of AUTOPILOT are open.
+    stated: what a person states beside it. With train.max_minutes, the values of AUTOPILOT are open, unless it begins
+    with other weights, or states a key or a source of _UNMEASURED.
     Of finetune, the examples are its text, its model and the length of its sequences, for which the weights may be too
     short. Of small, they are its prompt, and its tokenizer, whose size depends on the text; a run that has another
     tokenizer keeps it. Of both, that they evaluate all of their small texts at the end.
@@ -272,10 +275,12 @@ def shipped_base(stated: Mapping[str, Any]) -> ResolvedConfig:
     sources = {key: name for key in shipped.sources if not key.startswith((*examples, "train.final_eval_tokens"))}
     if starts_elsewhere:
         return ResolvedConfig(shipped.config, sources)
-    if stated.get("train.max_minutes") is None or "model.architecture" in stated:
+    if stated.get("train.max_minutes") is None:
         return ResolvedConfig(shipped.config, sources | {"tokenizer.kind": "auto"})
     del sources["train.max_steps"]
-    return ResolvedConfig(shipped.config, sources | dict.fromkeys(AUTOPILOT, "auto"))
+    said = {stated.get("data.source"), *(key for key, value in stated.items() if value is not None)}
+    open_keys = ["tokenizer.kind"] if said & _UNMEASURED else AUTOPILOT
+    return ResolvedConfig(shipped.config, sources | dict.fromkeys(open_keys, "auto"))
 
 
 def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConfig:
@@ -307,9 +312,9 @@ def _implied(below: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, A
 def _fitting_batch(shipped: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch for a stated sequence length that does not divide that of a shipped base. shipped: its keys."""
     length, fitting = stated.get("batch.sequence_length"), dict[str, Any]()
-    if not isinstance(length, int) or length < 1 or "batch.tokens_per_step" not in shipped:
+    if not isinstance(length, int) or length < 1:
         return fitting
-    if (per_step := shipped["batch.tokens_per_step"]) % length:
+    if (per_step := shipped.get("batch.tokens_per_step", 0)) % length:
         sequences = max(1, round(per_step / length))
         # a number that micro-batches divide
         fitting["batch.tokens_per_step"] = length * (8 * round(sequences / 8) if sequences > 4 else sequences)

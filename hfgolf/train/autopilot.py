@@ -42,7 +42,7 @@ SHARE_OF_STEPS = 0.93  # of the minutes; evaluations and saves take the rest
 EVALUATIONS = 10
 READ_BYTES = 50_000_000
 SAMPLE_BYTES, BLOCK_CHARACTERS = 2_000_000, 20_000
-MAX_TIMED, TIMED_SECONDS = 4, 1.0  # shapes, and of each
+MAX_TIMED, TIMED_SECONDS, MAX_TIMES = 4, 1.0, 50  # shapes, and of each
 ASSUMED_MFU = 0.3  # of the first shape that is timed
 
 
@@ -56,6 +56,17 @@ class Choice:
     is_whole: bool
     """Whether the training takes all of the minutes."""
     bits_per_byte: float
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What `choose` decides, and what is said of it."""
+
+    values: dict[str, Any]
+    """{section__key: value} of the open keys."""
+    lines: list[str]
+    """What was chosen, and what else there was."""
+    tokens_per_second: float
 
 
 @dataclass
@@ -96,16 +107,16 @@ def is_open(said: ResolvedConfig) -> bool:
     return any(said.sources.get(key) == "auto" for key in AUTOPILOT if key != "tokenizer.kind")
 
 
-def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> tuple[dict[str, Any], list[str]]:
-    """Return {section__key: value} of the open keys, and lines that say what was chosen and what else there was.
+def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Chosen:
+    """Return values for the open keys.
 
     said: the config, with its precision decided, in which these keys hold no choice yet. All ranks call it, and each
-    times the same steps. Raises UserError if the text is not read as text, or if no shape fits into the free memory.
+    times the same steps. Raises UserError if no shape fits into the free memory.
     """
     config, minutes = said.config, said.config.train.max_minutes or math.inf
     open_keys = {key for key in AUTOPILOT if said.sources.get(key) == "auto"}
     text = decide(lambda: measure_text(config, open_keys))
-    peak = peak_flops(device, str(config.train.mixed_precision)) * num_processes
+    peak = decide(lambda: peak_flops(device, str(config.train.mixed_precision))) * num_processes
     speed = Speed(ASSUMED_MFU * peak, config.batch.sequence_length)
     while True:
         choices = list(_choices(config, open_keys, text, speed, num_processes))
@@ -120,7 +131,7 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> tu
         if key in speed.timed or len(speed.timed) == MAX_TIMED:
             break
         values = _values(best, open_keys)
-        seconds = max(gather(_seconds_per_step(config.replace(**values), shape.vocabulary, device, num_processes)))
+        seconds = seconds_per_step(config.replace(**values), shape.vocabulary, device, num_processes)
         speed.timed[key] = tokens_per_step * shape.flops_per_token(config.batch.sequence_length), seconds
     if best.bits_per_byte == math.inf:
         raise UserError("train.max_minutes: no shape fits into the free memory; end other programs, or use a --config.")
@@ -128,7 +139,8 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> tu
     for name, times in (("half the minutes", 0.5), ("twice the minutes", 2)):
         longer = config.replace(train__max_minutes=times * minutes)
         others[name] = _best(_choices(longer, open_keys, text, speed, num_processes))
-    return _values(best, open_keys), _described(best, others)
+    seconds = speed.seconds(best.shape, best.tokens_per_step)
+    return Chosen(_values(best, open_keys), _described(best, others), best.tokens_per_step / seconds)
 
 
 def _best(choices: Iterable[Choice]) -> Choice:
@@ -147,14 +159,8 @@ def _others(best: Choice, choices: list[Choice]) -> dict[str, Choice]:
 
 
 def measure_text(config: RunConfig, open_keys: set[str]) -> Text:
-    """Return what the law has to know of the training text. Reads at most READ_BYTES of it.
-
-    Raises UserError if the text is already tokens, or conversations.
-    """
+    """Return what the law has to know of the training text. Reads at most READ_BYTES of it."""
     data, tokenizer = config.data, config.tokenizer
-    for key in ("ids_column", "messages_column"):
-        if getattr(data, key) is not None:
-            raise UserError(f"train.max_minutes: nothing is known of data.{key} yet; choose a shape with a --config.")
     with tempfile.TemporaryDirectory() as scratch:
         blocks, num_bytes = load_corpus(data).train_start(READ_BYTES, Path(scratch))
     sample = blocks[:: max(1, math.ceil(sum(map(len, blocks)) / SAMPLE_BYTES))]
@@ -227,17 +233,19 @@ def _values(choice: Choice, open_keys: set[str]) -> dict[str, Any]:
     return {key.replace(".", "__"): value for key, value in values.items() if key in open_keys}
 
 
-def _seconds_per_step(config: RunConfig, vocabulary: int, device: torch.device, num_processes: int) -> float:
-    """Return the seconds of a step of this config, uncompiled, on this process; infinity if it does not fit.
+def seconds_per_step(config: RunConfig, vocabulary: int, device: torch.device, num_processes: int) -> float:
+    """Return the seconds of an uncompiled step of this config on the slowest rank; infinity if it does not fit.
 
-    config: its precision must be decided.
+    config: its precision must be decided. All ranks call it.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(str(config.train.mixed_precision))
     with torch.random.fork_rng([device] if device.type == "cuda" else []), device:
         model = build_model(config, vocabulary, device.type).train()
         try:
-            size = choose_micro_batch_size(config, model, num_processes, device.type, free_bytes(device))
+            fitting = choose_micro_batch_size(config, model, num_processes, device.type, free_bytes(device))
         except UserError:
+            fitting = 0
+        if (size := min(gather(fitting))) == 0:
             return math.inf
         optimizer = build_optimizer(model.named_parameters(), config.optim, **layout(model))
         optimizer.create_state()
@@ -252,19 +260,26 @@ def _seconds_per_step(config: RunConfig, vocabulary: int, device: torch.device, 
             optimizer.step()
             optimizer.zero_grad()
 
-        return _median_seconds(step, device)
+        return max(gather(_median_seconds(step, device)))
 
 
 def _median_seconds(work: Callable[[], None], device: torch.device) -> float:
-    """Return the median of its seconds over TIMED_SECONDS, and at least three times, after a first time."""
-    seconds: list[float] = []
-    while len(seconds) < 4 or sum(seconds) < TIMED_SECONDS:
+    """Return the median of its seconds over TIMED_SECONDS, and at least three times, after two times.
+
+    All ranks do it as often: in a step, they exchange Muon's updates.
+    """
+
+    def seconds() -> float:
         synchronize(device)
         started_at = time.perf_counter()
         work()
         synchronize(device)
-        seconds.append(time.perf_counter() - started_at)
-    return statistics.median(seconds[1:])
+        return time.perf_counter() - started_at
+
+    seconds()
+    second = seconds()
+    times = decide(lambda: min(max(3, round(TIMED_SECONDS / second)), MAX_TIMES))
+    return statistics.median(seconds() for _ in range(times))
 
 
 def _described(best: Choice, others: Mapping[str, Choice]) -> list[str]:

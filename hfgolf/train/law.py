@@ -52,8 +52,9 @@ def layers_of(width: int) -> int:
 
 
 def heads_of(width: int) -> int:
-    """Return the attention heads that go with a width: of 64 dimensions, and of 32 below a width of 256."""
-    return max(1, width // (64 if width >= 256 else 32))
+    """Return the attention heads that go with a width: of about 64 dimensions, and of 32 below a width of 256."""
+    most = max(1, width // (64 if width >= 256 else 32))
+    return next((heads for heads in range(most, 0, -1) if width % (2 * heads) == 0), 1)
 
 
 def rates_of(width: int) -> tuple[float, float]:

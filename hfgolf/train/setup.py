@@ -106,10 +106,10 @@ def set_up(
         accelerator = _set_up_process(decisions)
         if is_open(decisions):
             console.now("timing steps")
-            chosen, lines = choose(decisions, accelerator.device, accelerator.num_processes)
-            for line in lines:
+            chosen = choose(decisions, accelerator.device, accelerator.num_processes)
+            for line in chosen.lines:
                 logger.info("%s", line)
-            decisions = _decide(said.resolve("auto", **chosen), origin)
+            decisions = _decide(said.resolve("auto", **chosen.values), origin)
         with named_by_weights(decisions):
             tokens = _load_tokens(decisions.config, origin)
         run = _build(decisions, accelerator, tokens, folder, origin, stopwatch, hooks or Hooks())
