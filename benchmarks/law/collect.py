@@ -95,7 +95,7 @@ def cells() -> Iterator[Cell]:
         flops, *words = line.split()
         texts = [word for word in words if word[0].isalpha()]
         for run in words[len(texts) :]:
-            width, vocabulary, step, dropout = map(float, re.fullmatch(RUN, run).groups(default="0"))
+            width, vocabulary, step, dropout = (float(number or 0) for number in re.findall(RUN, run)[0])
             for text in texts:
                 yield Cell(float(flops), text, int(vocabulary), int(width), int(step) or 2048, dropout)
 

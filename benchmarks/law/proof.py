@@ -1,54 +1,70 @@
-"""Does the autopilot choose well? python benchmarks/law/proof.py --texts a.txt b.txt --minutes 1 3 10 --seeds 1 2
+"""Does the autopilot choose well? In a folder of its own, on a quiet machine, and then with a process per core:
 
-Trains each text for each number of minutes as `hfgolf train TEXT --minutes N` does, then a grid of twelve runs around
-what it chose, in as many minutes: the next widths and vocabularies, alone and together, with the rates that go with
-them; both rates times 0.7 and 1.4; other dropout; a shorter training. And configs/small.yaml's shape. Adds a row for
-each run to proof.jsonl beside this file, and prints how far the choice is from the best, in nats per token of the
-choice. What is in the file is not trained again. The machine must be quiet: minutes are the measure.
+    python benchmarks/law/proof.py --texts a.txt b.txt --minutes 1 3 10
+    python benchmarks/law/proof.py --train 1 2
+
+The first command lets `hfgolf train TEXT --minutes N` choose, and times a step of the choice and of a grid of twelve
+around it: the next widths and vocabularies, alone and together, with the rates that go with them; both rates times 0.7
+and 1.4; other dropout; six tenths of the steps. And of configs/small.yaml. Each gets as many steps as the minutes
+have. The second command trains them, one thread each, adds a row for each to proof.jsonl beside this file, and prints
+how far the choice is from the others, in nats per byte and per token of the choice.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import math
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hfgolf import api
 from hfgolf.config.parse import AUTOPILOT, load_config
-from hfgolf.run.folder import run_folder
-from hfgolf.train.autopilot import VOCABULARIES, WIDTHS
+from hfgolf.train.autopilot import EVALUATIONS, SHARE_OF_STEPS, VOCABULARIES, WIDTHS, choose, seconds_per_step
 from hfgolf.train.law import heads_of, layers_of, rates_of
+from hfgolf.train.setup import _decide, _set_up_process
 
 ROWS = Path(__file__).parent / "proof.jsonl"
-CHOICE, SMALL = "choice", "small"
+JOBS, CLAIMS = Path("proof_jobs.jsonl"), Path("proof_claims")
+CHOICE, SMALL, SHORTER = "choice", "small", "shorter"
 RECORDED = tuple(key for key in AUTOPILOT if key != "train.eval_every_steps")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", nargs="+", type=Path, required=True)
-    parser.add_argument("--minutes", nargs="+", type=float, required=True)
-    parser.add_argument("--seeds", nargs="+", type=int, default=[0])
-    parser.add_argument("--only", nargs="+", help="names of the grid's runs, such as choice width- rates-")
+    parser.add_argument("--texts", nargs="+", type=Path, help="choose and time for these")
+    parser.add_argument("--minutes", nargs="+", type=float, default=[1.0])
+    parser.add_argument("--train", nargs="+", type=int, metavar="SEED", help="train what was chosen, with these seeds")
     arguments = parser.parse_args()
-    for text in arguments.texts:
+    for text in arguments.texts or []:
         for minutes in arguments.minutes:
-            for seed in arguments.seeds:
-                chosen = row_of(text, minutes, seed, CHOICE, {})
-                around = neighbors(chosen["config"])
-                for name, values in around.items():
-                    if arguments.only is None or name in arguments.only:
-                        row_of(text, minutes, seed, name, values)
-            report(text.stem, minutes)
+            with JOBS.open("a") as file:
+                file.writelines(json.dumps(job) + "\n" for job in jobs_of(text, minutes))
+    if arguments.train:
+        torch.set_num_threads(1)
+        CLAIMS.mkdir(exist_ok=True)
+        for seed, job in itertools.product(arguments.train, rows(JOBS)):
+            name = f"{Path(job['text']).stem}-{job['minutes']:g}-{job['name']}-{seed}"
+            try:
+                (CLAIMS / name).touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            row = train(job, seed)
+            with ROWS.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+    for text, minutes in dict.fromkeys((row["text"], row["minutes"]) for row in rows(ROWS)):
+        report(text, minutes)
 
 
 def neighbors(chosen: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """Return {name: values that are stated} of the runs around a choice."""
     is_byte = chosen["tokenizer.kind"] == "byte"
     width, vocabulary = chosen["model.hidden_size"], 256 if is_byte else chosen["tokenizer.vocab_size"]
-    stay = {key: chosen[key] for key in RECORDED}
+    stay = dict(chosen)
     widths, vocabularies = _beside(WIDTHS, width), _beside(VOCABULARIES, vocabulary)
     grid: dict[str, dict[str, Any]] = {}
     for at, of_width in {"": {}, **{f"width{sign}": _width(value) for sign, value in widths.items()}}.items():
@@ -59,7 +75,7 @@ def neighbors(chosen: dict[str, Any]) -> dict[str, dict[str, Any]]:
     for name, factor in (("rates-", 0.7), ("rates+", 1.4)):
         grid[name] = stay | {key: factor * chosen[key] for key in rates}
     grid["dropout"] = stay | {"model.dropout": 0.0 if chosen["model.dropout"] else 0.1}
-    grid["shorter"] = stay | {"train.max_tokens": round(0.6 * chosen["tokens"])}
+    grid[SHORTER] = stay
     grid[SMALL] = _width(256) | _vocabulary(4096) | {"model.dropout": 0.0, "train.max_tokens": None}
     grid[SMALL] |= {"batch.tokens_per_step": 2048}
     return grid
@@ -83,44 +99,67 @@ def _vocabulary(entries: int) -> dict[str, Any]:
     return {"tokenizer.kind": "byte" if is_byte else "bpe", "tokenizer.vocab_size": "auto" if is_byte else entries}
 
 
-def row_of(text: Path, minutes: float, seed: int, name: str, values: dict[str, Any]) -> dict[str, Any]:
-    """Return the row of a run, trained now if the file does not have it."""
-    key = {"text": text.stem, "minutes": minutes, "seed": seed, "name": name}
-    for row in rows():
-        if key.items() <= row.items():
-            return row
+def jobs_of(text: Path, minutes: float) -> list[dict[str, Any]]:
+    """Return the runs for a text and minutes, each with the steps that it makes in them by the time of its step."""
+    resolved = load_config([str(text)], values={"train.max_minutes": minutes})
+    decisions = _decide(resolved, None)
+    device = _set_up_process(decisions).device
+    chosen = choose(decisions, device, 1).values
+    choice = {key: chosen[key.replace(".", "__")] for key in RECORDED}
+    jobs = []
+    for name, values in {CHOICE: choice, **neighbors(choice)}.items():
+        config = decisions.config.replace(**{key.replace(".", "__"): value for key, value in values.items()})
+        vocabulary = 256 if config.tokenizer.kind == "byte" else config.tokenizer.max_vocab_size
+        seconds = seconds_per_step(config, vocabulary, device, 1)
+        steps = round(SHARE_OF_STEPS * 60 * minutes / seconds)
+        if (most := values.pop("train.max_tokens")) is not None:
+            steps = min(steps, round(most / config.batch.tokens_per_step))
+        values["train.max_steps"] = round(0.6 * steps) if name == SHORTER else steps
+        jobs.append({"text": str(text), "minutes": minutes, "name": name, "seconds": seconds, "values": values})
+    return jobs
+
+
+def train(job: dict[str, Any], seed: int) -> dict[str, Any]:
+    """Return a job with what it reached."""
+    steps = job["values"]["train.max_steps"]
     with tempfile.TemporaryDirectory() as folder:
-        stated = {"train.max_minutes": minutes, "run.seed": seed, "run.output_dir": folder, "run.name": "run"} | values
-        resolved = load_config([str(text)], values=stated)
-        summary = api.train(resolved)
-        config = run_folder(resolved.config).read_config()
-    row = key | {
-        "bits_per_byte": summary["val_bits_per_byte"],
-        "val_loss": summary["val_loss"],
-        "steps": summary["steps"],
-        "config": {"tokens": summary["tokens"]} | {k: v for k, v in config.items() if k in RECORDED},
-    }
-    with ROWS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    return row
+        stated = job["values"] | {
+            "run.seed": seed,
+            "run.output_dir": folder,
+            "run.name": "run",
+            "train.eval_every_steps": max(1, round(steps / EVALUATIONS)),
+            "train.final_eval_tokens": None,
+            "train.sample_tokens": None,
+            "train.cpu_threads": 1,
+            "train.compile": False,
+        }
+        summary = api.train(load_config([job["text"]], values=stated))
+    reached = {"seed": seed, "bits_per_byte": summary["val_bits_per_byte"], "val_loss": summary["val_loss"]}
+    return job | reached | {"text": Path(job["text"]).stem}
 
 
-def rows() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
+def rows(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def report(text: str, minutes: float) -> None:
-    """Print the means over the seeds, best first, as distances from the choice in nats per token of the choice."""
+    """Print the means over the seeds, best first."""
     found: dict[str, list[float]] = {}
-    for row in rows():
+    nats_per_bit = 0.0
+    for row in rows(ROWS):
         if (row["text"], row["minutes"]) == (text, minutes):
             found.setdefault(row["name"], []).append(row["bits_per_byte"])
             if row["name"] == CHOICE:
                 nats_per_bit = row["val_loss"] / row["bits_per_byte"]
     means = {name: sum(values) / len(values) for name, values in found.items()}
-    print(f"{text}, {minutes:g} min: {means[CHOICE]:.4f} bits per byte")
+    chosen = means.get(CHOICE, math.nan)
+    print(f"{text}, {minutes:g} min: {chosen:.4f} bits per byte")
     for name, mean in sorted(means.items(), key=lambda item: item[1]):
-        print(f"  {name:22} {(mean - means[CHOICE]) * nats_per_bit:+.4f} nats per token ({len(found[name])} seeds)")
+        bits, seeds = mean - chosen, len(found[name])
+        print(
+            f"  {name:22} {mean:.4f}, {bits * math.log(2):+.4f} nats per byte,"
+            f" {bits * nats_per_bit:+.4f} per token ({seeds} seeds)"
+        )
 
 
 if __name__ == "__main__":
