@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
 import random
+import time
 
 import pytest
+from faults import train_on_two
 
-from hfgolf.config.parse import AUTOPILOT, load_config
+from hfgolf.config.parse import AUTOPILOT, load_config, shipped_base
 from hfgolf.run.folder import run_folder
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import autopilot
 from hfgolf.train.autopilot import Speed
-from hfgolf.train.law import Shape
+from hfgolf.train.law import Shape, heads_of
 
 QUICK = ["--train.cpu_threads=1", "--train.compile=false", "--train.sample_tokens=null", "--batch.sequence_length=64"]
 
@@ -81,25 +84,56 @@ def first_loss(name):
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "problem"),
-    [
-        (["--dollars", "3"], "--dollars: the price is not known; add --run.price_per_hour"),
-        (["--dollars", "none", "--run.price_per_hour", "2"], "--dollars: 'none' is not allowed"),
-        (["--minutes", "0"], "train.max_minutes: 0 is not allowed"),
-        (["--minutes", "1", "--data.messages_column", "turns"], "nothing is known of data.messages_column yet"),
-        (["--minutes", "1", "--model.num_attention_heads", "7"], "no candidate has a width that 7 heads divide"),
-    ],
-)
-def test_bad_input_is_one_line(text, hfgolf, options, problem):
-    said = hfgolf("train", text, *options, *QUICK)
-    assert said.status == 2 and problem in said.err
+def test_heads_that_no_width_has_are_refused_in_one_line(text, hfgolf):
+    said = hfgolf("train", text, "--minutes", 1, "--model.num_attention_heads", 7, *QUICK)
+    assert said.status == 2 and "no candidate has a width that 7 heads divide" in said.err
     assert len(said.err.splitlines()) == 1
 
 
-def test_dollars_are_minutes_at_a_price():
-    config = load_config(["my.txt", "--dollars", "2", "--run.price_per_hour", "3"]).config
-    assert config.train.max_minutes == 40
+@pytest.mark.parametrize("width", [100, 64, 250])
+def test_a_stated_width_gets_heads_that_divide_it(width):
+    heads = heads_of(width)
+    assert width % heads == 0 and width // heads % 2 == 0 and width // heads >= 32
+
+
+@pytest.mark.parametrize(
+    "stated",
+    [
+        {"data.messages_column": "turns"},
+        {"data.ids_column": "ids"},
+        {"data.source": "shards"},
+        {"optim.name": "adamw"},
+        {"model.architecture": "gpt2"},
+    ],
+)
+def test_what_the_law_does_not_know_keeps_the_shape_of_small(stated):
+    minutes = {"train.max_minutes": 3}
+    assert autopilot.is_open(shipped_base(minutes))
+    base = shipped_base(minutes | stated)
+    assert not autopilot.is_open(base) and base.sources["model.hidden_size"] == "small"
+    assert "train.max_steps" not in base.sources
+
+
+def test_a_stated_length_takes_segments_that_divide_it():
+    config = load_config(["my.txt", "--minutes=3", "--batch.sequence_length=100"]).config
+    assert config.batch.segment_length is None and config.batch.tokens_per_step % 100 == 0
+
+
+def ranks_are_of_different_speed() -> None:
+    is_second = os.environ["RANK"] == "1"
+    autopilot.TIMED_SECONDS = 0.2
+    autopilot.peak_flops = lambda *_: 1e12 if is_second else 1e10
+    real = autopilot.synchronize
+    autopilot.synchronize = lambda device: time.sleep(0.02) if is_second else real(device)
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_ranks_of_different_speed_choose_alike(text, tmp_path):
+    """Each times the same steps: in a step, they exchange Muon's updates."""
+    train_on_two([text, "--minutes=0.05", *QUICK], tmp_path / "output", ranks_are_of_different_speed)
+    assert "\nchosen " in (tmp_path / "output").read_text()
+    assert saved()["batch.tokens_per_step"] % 128 == 0
 
 
 def test_untimed_steps_follow_from_the_nearest_timed_ones():
