@@ -1,7 +1,8 @@
 """The first five minutes of a new user as text: python benchmarks/transcript.py PLAY > docs/first_five_minutes.txt
 
 PLAY is the text tinyshakespeare. Runs COMMANDS in a folder with four texts that `write_texts` makes, in a terminal of
-24 lines of 80 characters. Each line begins with the seconds since its command began. Of what is drawn over itself, as the bar is, one state every ten seconds is kept.
+24 lines of 80 characters. Each line begins with the seconds since its command began. Of what is drawn over itself, as
+the bar is, one state every ten seconds is kept.
 """
 
 from __future__ import annotations
