@@ -26,6 +26,7 @@ import torch
 from hfgolf import api
 from hfgolf.config.parse import load_config
 from hfgolf.run.metrics import read_rows
+from hfgolf.train.autopilot import density
 from hfgolf.train.law import Shape, heads_of, layers_of, rates_of
 
 RUNS = Path(__file__).parent / "runs.jsonl"
@@ -136,6 +137,8 @@ def train(cell: Cell, folder: Path) -> dict[str, object]:
     return {
         "name": cell.name,
         **asdict(cell),
+        "train_bytes": (folder / f"{cell.text}.train.txt").stat().st_size,
+        "density": density((folder / f"{cell.text}.train.txt").read_text()[:2_000_000]),
         "layers": layers_of(cell.width),
         "steps": cell.steps,
         "tokens": summary["tokens"],

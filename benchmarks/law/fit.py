@@ -1,8 +1,7 @@
 """Fit the autopilot's law to runs.jsonl: python benchmarks/law/fit.py
 
 Prints the constants of hfgolf/train/law.py, how far the law is from the runs, and how far from an eighth of them that
-the fit has not seen, for each eighth. Each kind of text has a scale of its own. It leaves out runs of fewer than
-MIN_STEPS steps, of two layers, and those that ended more than a tenth above their best evaluation.
+the fit has not seen, for each eighth. Each text has a scale and a floor of its own; the law's are lines through them.
 """
 
 from __future__ import annotations
@@ -20,85 +19,89 @@ from scipy.optimize import least_squares
 from hfgolf.train.law import Law, Shape, Text, bits_per_byte
 
 RUNS = Path(__file__).parent / "runs.jsonl"
-KINDS = ("docstrings", "python", "shakespeare", "topics")
-MIN_STEPS, STARTS, FOLDS = 140, 24, 8
-PRIOR = Law(
-    floor=0.03,
-    capacity=(0.45, 0.25, 0.35),
-    embedding=0.06,
-    data=(0.6, 0.25, 0.2),
-    repeats=2.0,
-    start_steps=100.0,
-    critical_tokens=30_000.0,
-    entries=(1.5, 0.6),
-    memory=(0.005, 1.5, 2.0),
-    late=(0.15, 0.35, 1.0),
-    dropout=0.8,
-)
-"""What the fit starts from and stays near: 80 runs can't tell all of these constants apart."""
-LOGARITHMS = [name for name in vars(PRIOR) if name not in ("scale",)]
-"""Fields that are fitted as the logarithms of their numbers, because all are positive."""
+STARTS, FOLDS = 8, 8
+PRIOR = {
+    "capacity": ([0.3, 0.25, 0.37], [1, 0.4, 0.5]),
+    "dropout": ([0.8], [0.5]),
+    "data": ([0.6, 0.37, 0.22], [1, 0.3, 0.5]),
+    "repeats": ([5.0], [0.4]),
+    "critical_tokens": ([10_000.0], [0.7]),
+    "entries": ([1.5, 0.6], [1, 0.4]),
+    "memory": ([0.005, 0.6, 1.8], [1, 0.4, 0.3]),
+    "late": ([0.15, 1.0], [0.7, 0.7]),
+    "copying": ([1.0, 3.3, 5.0], [0.5, 0.3, 1]),
+}
+"""{constants: (what the fit starts from and stays near, how far their logarithms may be from it)}."""
+SCALE, FLOOR = ([math.exp(0.3)], [0.5]), ([0.5], [0.4])
+"""The same for the scale of each text, and for its floor itself."""
 
 
 def main() -> None:
-    rows = [json.loads(line) for line in RUNS.read_text().splitlines()]
-    rows = [
-        row
-        for row in rows
-        if row["steps"] >= MIN_STEPS and row["layers"] > 2 and row["bits_per_byte"] < 1.1 * row["best_bits_per_byte"]
-    ]
-    found = fit(rows, STARTS)
-    law = law_of(found)
-    errors = differences(rows, found)
-    print(*(f"{name}: {value}" for name, value in rounded(law).items()), sep="\n")
-    print("scales:", dict(zip(KINDS, np.exp(found[-len(KINDS) :]).round(3).tolist(), strict=True)))
+    rows = [row for row in map(json.loads, RUNS.read_text().splitlines()) if is_usable(row)]
+    texts = sorted({row["text"] for row in rows})
+    found = fit(rows, texts, STARTS)
+    of_text = {row["text"]: row["density"] for row in rows}
+    densities = [of_text[text] for text in texts]
+    scales, floors = np.exp(found[-2 * len(texts) : -len(texts)]), found[-len(texts) :]
+    scale, floor = (tuple(np.polyfit(densities, values, 1)[::-1]) for values in (scales, floors))
+    law = dataclasses.replace(law_of(found), scale=scale, floor=floor)
+    errors = differences(rows, texts, found)
+    for name, value in rounded(law).items():
+        print(f"{name}: {value}")
     print(f"{len(rows)} runs; off by {spread(errors)}")
     left_out: list[float] = []
     for fold in range(FOLDS):
         kept = [row for number, row in enumerate(rows) if number % FOLDS != fold]
-        left_out += differences(rows[fold::FOLDS], fit(kept, 4, found))
+        left_out += differences(rows[fold::FOLDS], texts, fit(kept, texts, 2, found))
     print(f"left out of the fit: off by {spread(left_out)}")
 
 
-def numbers(law: Law) -> list[float]:
-    """Return the constants of a law as a list, without its scale."""
-    return [number for name in LOGARITHMS for number in np.atleast_1d(getattr(law, name)).tolist()]
+def is_usable(row: dict[str, Any]) -> bool:
+    """Return whether the law is about a run: long enough to have learned something, and not mostly learned by heart."""
+    is_long = row["steps"] >= (300 if row["vocabulary"] == 256 else 100)
+    is_apart = row["bits_per_byte"] < 1.1 * row["best_bits_per_byte"]
+    return is_long and is_apart and row["layers"] > 2 and row["tokens_per_step"] >= 2048
 
 
 def law_of(found: Sequence[float]) -> Law:
-    """Return the law with these logarithms of its constants; its scale is 1."""
-    rest, values = [math.exp(number) for number in found], dict[str, Any]()
-    for name in LOGARITHMS:
-        count = np.size(getattr(PRIOR, name))
-        values[name] = tuple(rest[:count]) if count > 1 else rest[0]
-        del rest[:count]
-    return Law(**values, scale=(1.0, 0.0))
+    """Return the law with these logarithms of its constants; its scale is 1, and its floor is 0."""
+    rest, values = list(found), dict[str, Any]()
+    for name, (constants, _) in PRIOR.items():
+        numbers = tuple(math.exp(rest.pop(0)) for _ in constants)
+        values[name] = numbers if len(numbers) > 1 else numbers[0]
+    return Law(**values, scale=(1.0, 0.0), floor=(0.0, 0.0))
 
 
-def differences(rows: list[dict[str, Any]], found: Sequence[float]) -> list[float]:
+def differences(rows: list[dict[str, Any]], texts: list[str], found: Sequence[float]) -> list[float]:
     """Return ln(law / measured) of each run."""
-    law, scales = law_of(found), dict(zip(KINDS, found[-len(KINDS) :], strict=True))
+    law, count = law_of(found), len(texts)
+    scales, floors = (dict(zip(texts, part, strict=True)) for part in (found[-2 * count : -count], found[-count:]))
     values = []
     for row in rows:
-        kind = next(kind for kind in KINDS if row["text"].startswith(kind))
         ratio = row["tokens"] / row["epochs"] / row["train_bytes"]
-        text = Text(row["train_bytes"], 0.0, {row["vocabulary"]: ratio})
+        text = Text(row["train_bytes"], row["density"], {row["vocabulary"]: ratio})
         shape = Shape(row["width"], row["layers"], row["vocabulary"], row["dropout"])
-        expected = bits_per_byte(text, shape, row["tokens"], row["tokens_per_step"], law)
-        values.append(math.log(expected / row["bits_per_byte"]) + scales[kind])
+        learned = bits_per_byte(text, shape, row["tokens"], row["tokens_per_step"], law)
+        expected = floors[row["text"]] + math.exp(scales[row["text"]]) * learned
+        values.append(math.log(max(expected, 0.01) / row["bits_per_byte"]))
     return values
 
 
-def fit(rows: list[dict[str, Any]], starts: int, first: Sequence[float] | None = None) -> list[float]:
-    """Return the best of some fits, each drawn to the constants of PRIOR."""
-    prior = np.array([*np.log(numbers(PRIOR)), *[0.5] * len(KINDS)])
+def fit(rows: list[dict[str, Any]], texts: list[str], starts: int, first: Sequence[float] | None = None) -> list[float]:
+    """Return the best of some fits, each drawn to PRIOR."""
+    of_texts = [SCALE] * len(texts)
+    prior = np.log(np.concatenate([numbers for numbers, _ in (*PRIOR.values(), *of_texts)]))
+    spreads = np.concatenate([spreads for _, spreads in (*PRIOR.values(), *of_texts)])
+    prior, spreads = np.append(prior, FLOOR[0] * len(texts)), np.append(spreads, FLOOR[1] * len(texts))
     rng, best = np.random.default_rng(0), None
     for start in range(starts):
-        begin = (prior if first is None else np.array(first)) + (rng.normal(size=len(prior)) / 3 if start else 0)
+        begin = prior if first is None else np.array(first)
         found = least_squares(
-            lambda point: [*(100 * error for error in differences(rows, point)), *(point - prior)],
-            np.clip(begin, prior - 3, prior + 3),
-            bounds=(prior - 3.01, prior + 3.01),
+            lambda point: [
+                *(100 * error for error in differences(rows, texts, point)),
+                *((point - prior) / spreads),
+            ],
+            begin + (rng.normal(size=len(prior)) * spreads / 2 if start else 0),
             loss="soft_l1",
             max_nfev=100,
         )

@@ -4,10 +4,10 @@
     python benchmarks/law/proof.py --train 1 2
 
 The first command lets `hfgolf train TEXT --minutes N` choose, and times a step of the choice and of a grid of twelve
-around it: the next widths and vocabularies, alone and together, with the rates that go with them; both rates times 0.7
-and 1.4; other dropout; six tenths of the steps. And of configs/small.yaml. Each gets as many steps as the minutes
-have. The second command trains them, one thread each, adds a row for each to proof.jsonl beside this file, and prints
-how far the choice is from the others, in nats per byte and per token of the choice.
+around it: two thirds and one and a half of its width, the next vocabularies, alone and together, with the rates that
+go with them; both rates times 0.7 and 1.4; other dropout; six tenths of the steps. And of configs/small.yaml. Each
+gets as many steps as the minutes have. The second command trains them, one thread each, adds a row for each to
+proof.jsonl beside this file, and prints how far they are from the choice, in nats per byte and per token of the choice.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 
 from hfgolf import api
 from hfgolf.config.parse import AUTOPILOT, load_config
-from hfgolf.train.autopilot import EVALUATIONS, SHARE_OF_STEPS, VOCABULARIES, WIDTHS, choose, seconds_per_step
+from hfgolf.train.autopilot import EVALUATIONS, SHARE_OF_STEPS, VOCABULARIES, choose, seconds_per_step
 from hfgolf.train.law import heads_of, layers_of, rates_of
 from hfgolf.train.setup import _decide, _set_up_process
 
@@ -65,7 +65,8 @@ def neighbors(chosen: dict[str, Any]) -> dict[str, dict[str, Any]]:
     is_byte = chosen["tokenizer.kind"] == "byte"
     width, vocabulary = chosen["model.hidden_size"], 256 if is_byte else chosen["tokenizer.vocab_size"]
     stay = dict(chosen)
-    widths, vocabularies = _beside(WIDTHS, width), _beside(VOCABULARIES, vocabulary)
+    widths = {sign: 32 * round(factor * width / 32) for sign, factor in (("-", 2 / 3), ("+", 1.5))}
+    vocabularies = _beside((256, *VOCABULARIES), vocabulary)
     grid: dict[str, dict[str, Any]] = {}
     for at, of_width in {"": {}, **{f"width{sign}": _width(value) for sign, value in widths.items()}}.items():
         for kind, of_words in {"": {}, **{f"vocabulary{s}": _vocabulary(v) for s, v in vocabularies.items()}}.items():

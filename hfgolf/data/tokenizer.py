@@ -53,7 +53,7 @@ _KNOWN_ENDS = (END_OF_TEXT, "</s>", "<eos>", "<|end_of_text|>", "[EOS]")
 # The BPE trainer keeps every distinct word and its count in memory, and reads 1 to 2 MB/s per core. More text than this
 # is sampled evenly. (Pieces have a bounded length, so no single document becomes a huge list of words either.)
 TRAINING_SAMPLE_BYTES_PER_ENTRY = 4096
-_FEW_BYTES = 200_000  # from here on, most text supports 4,096 entries
+FEW_BYTES = 200_000  # from here on, most text supports 4,096 entries
 _FORMAT_VERSION = 1
 
 Encoded = tuple[np.ndarray, list[int]]
@@ -454,7 +454,7 @@ def _train_bpe(pieces: Dataset, config: TokenizerSection, is_chat: bool) -> Toke
     """
     num_reserved = len(CHAT_TOKENS) if is_chat else 0
     vocab_size = config.max_vocab_size - num_reserved
-    if config.vocab_size == "auto" and (num_bytes := num_text_bytes(pieces)) < _FEW_BYTES:
+    if config.vocab_size == "auto" and (num_bytes := num_text_bytes(pieces)) < FEW_BYTES:
         vocab_size = 257  # the bytes and the end of text
         _log.info("tokenizer: bytes, because there are only %s kB of training text", f"{num_bytes / 1000:,.1f}")
     tokenizer, trainer = _untrained_bpe(vocab_size)

@@ -10,6 +10,10 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+EMBEDDING_SHARE = 0.1
+"""How much of a weight an entry of the embedding counts."""
+MEAN_DENSITY = 2.4
+
 
 @dataclass(frozen=True)
 class Text:
@@ -29,7 +33,7 @@ class Shape:
     width: int
     layers: int
     vocabulary: int
-    dropout: float = 0.803
+    dropout: float = 0.0
 
     @property
     def body_parameters(self) -> int:
@@ -68,38 +72,39 @@ def rates_of(width: int) -> tuple[float, float]:
 
 
 def tokens_per_step_of(tokens: float) -> int:
-    """Return the tokens of a step that go with the tokens of a training: a power of two, from 2,048 on."""
-    return int(min(2**19, max(2**11, 2 ** round(math.log2(2.6 * math.sqrt(max(tokens, 1.0)))))))
+    """Return the tokens of a step that go with the tokens of a training: a power of two, from 2,048 on.
+
+    Of 1.5 million, 128 wide: 1,024 per step end at 1.298 bits per byte of Python, 2,048 at 1.284, 4,096 at 1.353.
+    """
+    return int(min(2**19, max(2**11, 2 ** round(math.log2(1.8 * math.sqrt(max(tokens, 1.0)))))))
 
 
 @dataclass(frozen=True)
 class Law:
     """The constants of the law. Sizes are in millions, and losses in units of `scale`."""
 
-    floor: float = 0.0208
-    """What no model learns."""
-    capacity: tuple[float, float, float] = (0.361, 0.298, 0.381)
+    capacity: tuple[float, float, float] = (0.457, 0.158, 0.258)
     """Factor, and exponents of the weights and of bytes per token: what the model has no room for."""
-    embedding: float = 0.0538
-    """How much of a weight an entry of the embedding counts."""
-    data: tuple[float, float, float] = (0.661, 0.217, 0.21)
+    dropout: float = 0.502
+    """What a dropout of 1 would add to that, as a factor."""
+    data: tuple[float, float, float] = (0.455, 0.428, 0.455)
     """Factor, and exponents of the effective tokens and of bytes per token: what it has not seen."""
-    repeats: float = 0.144
+    repeats: float = 14.3
     """Epochs that the repeated ones are worth at most, together."""
-    start_steps: float = 145.0
-    """Steps of which half is lost to the start of a training."""
-    critical_tokens: float = 48_700.0
-    """Tokens per step at which half of the tokens is lost."""
-    entries: tuple[float, float] = (6.34, 1.01)
+    critical_tokens: float = 15_400.0
+    """Tokens per step at which half of a million tokens is lost; it grows as the square root of the tokens."""
+    entries: tuple[float, float] = (165.0, 1.88)
     """Factor and exponent of entries per token of the text: those of which it has too few examples."""
-    memory: tuple[float, float, float] = (0.00345, 2.03, 2.94)
+    memory: tuple[float, float, float] = (0.0941, 0.389, 0.798)
     """Factor, and exponents of the weights and of tens of epochs: what is learned by heart, per MB of text."""
-    late: tuple[float, float, float] = (0.148, 0.312, 1.65)
-    """What is learned at once, when attention finds what to copy: how much, and after how many tokens, by weights."""
-    dropout: float = 0.77
-    """What a dropout of 1 would add to what the model has no room for, as a factor."""
-    scale: tuple[float, float] = (0.887, 0.403)
-    """Bits per byte of a text: for its density of 0, and what 1 of density adds."""
+    late: tuple[float, float] = (0.00775, 3.44)
+    """What attention learns at once, when it finds what to copy: a factor, and its growth as density falls."""
+    copying: tuple[float, float, float] = (1.08, 12.0, 10.1)
+    """After how many effective tokens that is, how suddenly, and what dropout adds to them, as a factor."""
+    scale: tuple[float, float] = (0.911, 0.265)
+    """Bits per byte of all of these: for a density of 0, and what 1 of density adds."""
+    floor: tuple[float, float] = (-0.0982, 0.35)
+    """Bits per byte that no model learns: for a density of 0, and what 1 of density adds."""
 
 
 def bits_per_byte(text: Text, shape: Shape, tokens: float, tokens_per_step: int, law: Law = Law()) -> float:
@@ -110,19 +115,21 @@ def bits_per_byte(text: Text, shape: Shape, tokens: float, tokens_per_step: int,
     """
     ratio = text.tokens_per_byte[shape.vocabulary]
     unique, epochs = text.num_bytes * ratio, tokens / (text.num_bytes * ratio)
-    batch = 1 + tokens_per_step / law.critical_tokens
-    steps = tokens / tokens_per_step
+    weights = (shape.body_parameters + EMBEDDING_SHARE * shape.vocabulary * shape.width) / 1e6
     seen = tokens if epochs <= 1 else unique * (1 + law.repeats * (1 - math.exp(-(epochs - 1) / law.repeats)))
-    seen *= steps / (steps + law.start_steps) / batch / 1e6
-    weights = (shape.body_parameters + law.embedding * shape.vocabulary * shape.width) / 1e6
-    factor, of_weights, of_bytes = law.capacity
-    room = factor * weights**-of_weights * ratio**of_bytes * (1 + law.dropout * shape.dropout)
-    factor, of_tokens, of_bytes = law.data
-    data = factor * seen**-of_tokens * ratio**of_bytes
-    factor, of_weights, of_epochs = law.memory
-    memory = factor * weights**of_weights * (epochs / 10) ** of_epochs * 1e6 / text.num_bytes
-    rare = law.entries[0] * (shape.vocabulary / unique) ** law.entries[1]
-    amount, after, of_weights = law.late
-    late = amount / (1 + (tokens / batch / 1e6 / (after * weights**of_weights)) ** 4.48)
-    scale = law.scale[0] + law.scale[1] * text.density
-    return scale * (law.floor + room + data + rare + memory * (1 - shape.dropout) ** 2 + late)
+    seen /= 1e6 * (1 + tokens_per_step / law.critical_tokens / math.sqrt(tokens / 1e6))
+    room = _power(law.capacity, 1 / weights, ratio) * (1 + law.dropout * shape.dropout)
+    data = _power(law.data, 1 / seen, ratio)
+    memory = _power(law.memory, weights, epochs / 10) * (1 - shape.dropout) ** 2 * 1e6 / text.num_bytes
+    rare = _power(law.entries, shape.vocabulary / unique)
+    after, suddenness, by_dropout = law.copying
+    after *= 1 + by_dropout * shape.dropout
+    late = law.late[0] * math.exp(law.late[1] * (MEAN_DENSITY - text.density)) / (1 + (seen / after) ** suddenness)
+    scale, floor = (constant + slope * text.density for constant, slope in (law.scale, law.floor))
+    return floor + scale * (room + data + rare + memory + late)
+
+
+def _power(constants: tuple[float, ...], *values: float) -> float:
+    """Return a factor times each value to the power of its exponent."""
+    factor, *exponents = constants
+    return factor * math.prod(value**exponent for value, exponent in zip(values, exponents, strict=True))

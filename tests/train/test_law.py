@@ -1,0 +1,77 @@
+"""The law that the autopilot chooses by, against the runs that it was fitted to."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+from pathlib import Path
+
+import pytest
+
+from hfgolf.train.law import Shape, Text, bits_per_byte, heads_of, layers_of, tokens_per_step_of
+
+RUNS = Path(__file__).parents[2] / "benchmarks" / "law" / "runs.jsonl"
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """{text: [(what the law expects, the row)]} of the runs that the fit is about."""
+    found = {}
+    for row in map(json.loads, RUNS.read_text().splitlines()):
+        is_learned = row["steps"] >= 140 and row["bits_per_byte"] < 1.1 * row["best_bits_per_byte"]
+        if is_learned and row["tokens_per_step"] >= 2048 and row["vocabulary"] > 256:
+            text = Text(row["train_bytes"], row["density"], {row["vocabulary"]: ratio_of(row)})
+            shape = Shape(row["width"], row["layers"], row["vocabulary"], row["dropout"])
+            expected = bits_per_byte(text, shape, row["tokens"], row["tokens_per_step"])
+            found.setdefault(row["text"], []).append((expected, row))
+    return found
+
+
+def ratio_of(row):
+    return row["tokens"] / row["epochs"] / row["train_bytes"]
+
+
+def test_law_is_near_the_runs_of_each_text(runs):
+    """Apart from the scale of a text, which no choice depends on."""
+    for text, of_text in runs.items():
+        ratios = [expected / row["bits_per_byte"] for expected, row in of_text]
+        scale = statistics.median(ratios)
+        assert statistics.median(abs(ratio / scale - 1) for ratio in ratios) < 0.03, text
+        assert 0.8 < scale < 1.25, text
+
+
+def test_what_the_law_prefers_is_near_the_best_for_as_many_flops(runs):
+    compared = 0
+    for of_text in runs.values():
+        key = lambda pair: pair[1]["flops"]  # noqa: E731
+        for _, group in itertools.groupby(sorted(of_text, key=key), key):
+            pairs = list(group)
+            if len(pairs) > 2:
+                chosen = min(pairs, key=lambda pair: pair[0])[1]["bits_per_byte"]
+                best = min(row["bits_per_byte"] for _, row in pairs)
+                assert chosen < 1.03 * best, pairs
+                compared += 1
+    assert compared >= 5
+
+
+def test_more_of_anything_helps_until_a_text_is_used_up():
+    text = Text(1e9, 2.4, {4096: 0.33})
+    small, large = Shape(256, 5, 4096), Shape(512, 9, 4096)
+    losses = [bits_per_byte(text, small, tokens, 4096) for tokens in (1e6, 1e7, 1e8)]
+    assert losses == sorted(losses, reverse=True)
+    assert bits_per_byte(text, large, 1e8, 4096) < losses[-1]
+    little = Text(2e5, 2.4, {4096: 0.33})
+    assert bits_per_byte(little, large, 1e7, 4096) > bits_per_byte(little, large, 1e6, 4096)
+    assert bits_per_byte(little, Shape(512, 9, 4096, 0.2), 1e7, 4096) < bits_per_byte(little, large, 1e7, 4096)
+
+
+@pytest.mark.parametrize("width", [100, 64, 250, 128, 160, 320, 1536])
+def test_heads_divide_their_width(width):
+    heads = heads_of(width)
+    assert width % heads == 0 and width // heads % 2 == 0 and width // heads >= 32
+
+
+def test_shape_and_steps_grow():
+    assert [layers_of(width) for width in (64, 128, 256, 512)] == [3, 3, 5, 9]
+    assert [tokens_per_step_of(10.0**power) for power in (0, 6, 7, 9)] == [2048, 2048, 4096, 65536]
