@@ -1,9 +1,8 @@
 """Collect the runs that the autopilot's law is fitted to: python benchmarks/law/collect.py --shakespeare input.txt
 
-Trains small models on seven texts, from Python's own files and from tinyshakespeare, of 200 kB to 12 MB:
-vocabularies of 256 to 4,096 entries, widths of 64 to 384, a part of an epoch to 48 epochs, dropout of 0 to 0.3. Adds a
+Trains CELLS: small models on seven texts, from Python's own files and from tinyshakespeare, of 200 kB to 12 MB. Adds a
 row for each run to runs.jsonl beside this file. Each process takes the next run that nobody has taken, so start one per
-core; each uses one thread. All of it takes about 7 hours of one core. Then fit.py makes the law of them.
+core; each uses one thread. All of it takes about 75 minutes of two cores. Then fit.py makes the law of them.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from hfgolf.train.autopilot import density
 from hfgolf.train.law import Shape, heads_of, layers_of, rates_of
 
 RUNS = Path(__file__).parent / "runs.jsonl"
-SEQUENCE_LENGTH = 256
 CELLS = """
     3e12   shakespeare python              96/1024 128/1024 128/2048
     3e12   shakespeare python              128/1024x1024 128/2048x1024
@@ -42,11 +40,16 @@ CELLS = """
     1e13   python1m                        128/1024 192/2048 256/4096
     3e13   python docstrings               192/2048 256/4096x4096 256/2048
     3e13   shakespeare python1m            192/2048-0.1 128/1024-0.1 256/4096-0.1
-    3e13   python                          128/1024 192/1024x4096 384/4096 256/8192x4096
-    1e14   python                          256/4096x4096 384/4096x4096
+    3e13   python                          128/1024 192/1024x4096
+    3e13   shakespeare                     192/2048
+    1e13   topics docstrings200            128/512
+    5e12   shakespeare200                  128/512 192/512
+    1e13   python shakespeare              128/1024s128 128/1024s512 128/1024l4 128/1024l6
 """
-RUN = r"(\d+)/(\d+)(?:x(\d+))?(?:-([\d.]+))?"
-"""Each line: FLOPs, texts, and runs: WIDTH/VOCABULARY, xTOKENS of a step (2,048), -DROPOUT (0)."""
+"""Each line: FLOPs, texts, and runs: WIDTH/VOCABULARY, xTOKENS of a step (2,048), -DROPOUT (0), sLENGTH of a sequence
+(256), lLAYERS (law.py's). Rows of other FLOPs in runs.jsonl are of an earlier table.
+"""
+RUN = r"(\d+)/(\d+)(?:x(\d+))?(?:-([\d.]+))?(?:s(\d+))?(?:l(\d+))?"
 
 
 @dataclass(frozen=True)
@@ -59,16 +62,18 @@ class Cell:
     width: int
     tokens_per_step: int
     dropout: float
+    sequence_length: int
+    layers: int
 
     @property
     def steps(self) -> int:
-        shape = Shape(self.width, layers_of(self.width), self.vocabulary)
-        return round(self.flops / shape.flops_per_token(SEQUENCE_LENGTH) / self.tokens_per_step)
+        shape = Shape(self.width, self.layers, self.vocabulary)
+        return round(self.flops / shape.flops_per_token(self.sequence_length) / self.tokens_per_step)
 
     @property
     def name(self) -> str:
-        step = f"x{self.tokens_per_step}-d{self.dropout:g}"
-        return f"{self.text}-v{self.vocabulary}-w{self.width}-C{self.flops:.1e}-{step}".replace("+", "")
+        rest = f"x{self.tokens_per_step}-d{self.dropout:g}-s{self.sequence_length}-l{self.layers}"
+        return f"{self.text}-v{self.vocabulary}-w{self.width}-C{self.flops:.1e}-{rest}".replace("+", "")
 
 
 def main() -> None:
@@ -96,9 +101,10 @@ def cells() -> Iterator[Cell]:
         flops, *words = line.split()
         texts = [word for word in words if word[0].isalpha()]
         for run in words[len(texts) :]:
-            width, vocabulary, step, dropout = (float(number or 0) for number in re.findall(RUN, run)[0])
+            width, vocabulary, step, dropout, length, layers = (float(n or 0) for n in re.findall(RUN, run)[0])
+            shape = int(length) or 256, int(layers) or layers_of(int(width))
             for text in texts:
-                yield Cell(float(flops), text, int(vocabulary), int(width), int(step) or 2048, dropout)
+                yield Cell(float(flops), text, int(vocabulary), int(width), int(step) or 2048, dropout, *shape)
 
 
 def train(cell: Cell, folder: Path) -> dict[str, object]:
@@ -115,9 +121,10 @@ def train(cell: Cell, folder: Path) -> dict[str, object]:
         "tokenizer.kind": "byte" if is_byte else "bpe",
         "tokenizer.vocab_size": "auto" if is_byte else cell.vocabulary,
         "model.hidden_size": cell.width,
-        "model.num_hidden_layers": layers_of(cell.width),
+        "model.num_hidden_layers": cell.layers,
         "model.num_attention_heads": heads_of(cell.width),
         "model.dropout": cell.dropout,
+        "batch.sequence_length": cell.sequence_length,
         "batch.tokens_per_step": cell.tokens_per_step,
         "optim.learning_rate": round(muon, 5),
         "optim.adamw_learning_rate": round(adamw, 5),
@@ -139,7 +146,6 @@ def train(cell: Cell, folder: Path) -> dict[str, object]:
         **asdict(cell),
         "train_bytes": (folder / f"{cell.text}.train.txt").stat().st_size,
         "density": density((folder / f"{cell.text}.train.txt").read_text()[:2_000_000]),
-        "layers": layers_of(cell.width),
         "steps": cell.steps,
         "tokens": summary["tokens"],
         "epochs": rows[-1]["epoch"],

@@ -27,7 +27,8 @@ PRIOR = {
     "repeats": ([5.0], [0.4]),
     "critical_tokens": ([10_000.0], [0.7]),
     "entries": ([1.5, 0.6], [1, 0.4]),
-    "memory": ([0.005, 0.6, 1.8], [1, 0.4, 0.3]),
+    "memory": ([0.02, 0.7, 1.8], [1, 0.4, 0.3]),
+    "forgetting": ([10.0], [0.5]),
     "late": ([0.15, 1.0], [0.7, 0.7]),
     "copying": ([1.0, 3.3, 5.0], [0.5, 0.3, 1]),
 }
@@ -57,10 +58,10 @@ def main() -> None:
 
 
 def is_usable(row: dict[str, Any]) -> bool:
-    """Return whether the law is about a run: long enough to have learned something, and not mostly learned by heart."""
+    """Return whether the law is about a run: long enough to have learned something, and not mostly by heart."""
     is_long = row["steps"] >= (300 if row["vocabulary"] == 256 else 100)
-    is_apart = row["bits_per_byte"] < 1.1 * row["best_bits_per_byte"]
-    return is_long and is_apart and row["layers"] > 2 and row["tokens_per_step"] >= 2048
+    is_general = row["bits_per_byte"] < 1.15 * row["best_bits_per_byte"]
+    return is_long and is_general and row["tokens_per_step"] >= 2048 and row.get("sequence_length", 256) == 256
 
 
 def law_of(found: Sequence[float]) -> Law:
