@@ -41,6 +41,7 @@ COMMANDS = (
     "hfgolf generate runs/chat --max_new_tokens 60",
     "head -2 reviews.csv | cut -c 1-78",
     "hfgolf train reviews.csv --minutes 1",
+    "hfgolf train reviews.csv --minutes 1 --data.text_column review",
     "hfgolf generate runs/reviews --max_new_tokens 60",
     "hfgolf train project --minutes 1",
     "hfgolf generate runs/project 'def main(' --max_new_tokens 60",
@@ -83,7 +84,7 @@ def write_texts(play: str) -> None:
             clock += datetime.timedelta(seconds=len(part))
             chat.write(f"[{clock:%d.%m.%y, %H:%M:%S}] {name.title()}: {' '.join(words.split())}\n")
     with Path("reviews.csv").open("w", newline="") as file:
-        table = csv.writer(file)
+        table = csv.writer(file, lineterminator="\n")
         table.writerow(("id", "stars", "review"))
         paragraphs = (part for name in sorted(topics) for part in topics[name].split("\n\n") if len(part) > 60)
         table.writerows((number, 1 + number % 5, " ".join(part.split())) for number, part in enumerate(paragraphs))

@@ -10,6 +10,7 @@ import csv
 import itertools
 import json
 import re
+import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -354,10 +355,13 @@ def _cells(reader: Any, path: Path, column: Column, has_header: bool, advice: st
         return
     header = first[1] if has_header else [str(number) for number in range(len(first[1]))]
     if column.find(header) is None:
+        _, example = next(rows, first)
+        longest = max(zip(header, example, strict=False), key=lambda pair: len(pair[1]))[0]
+        option = f"--data.{column.key} {shlex.quote(_listed([longest]))}"
         raise NoColumnError(
             f"{path} has no column {column.name!r}; its first line holds {_listed(header)}. If that is the header, set"
-            f" data.{column.key} to one of them{other_keys(header)}; if there is no header, set it to the column's"
-            " number, from 0."
+            f" data.{column.key} to one of them, as in {option}{other_keys(header)}; if there is no header, set it to"
+            " the column's number, from 0."
         )
     names = column.wanted(header, path)
     indices, steps = [header.index(name) for name in names], column.steps(header, path)[1:]

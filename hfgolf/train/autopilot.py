@@ -137,7 +137,7 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Ch
     if best.bits_per_byte == math.inf:
         raise UserError("train.max_minutes: no shape fits into the free memory; end other programs, or use a --config.")
     others = _others(best, choices)
-    for name, times in (("half the minutes", 0.5), ("twice the minutes", 2)):
+    for name, times in (("half the time", 0.5), ("twice the time", 2)):
         longer = config.replace(train__max_minutes=times * minutes)
         others[name] = _best(_choices(longer, open_keys, text, speed, num_processes))
     seconds = speed.seconds(best.shape, best.tokens_per_step)
@@ -304,7 +304,7 @@ def _described(best: Choice, others: Mapping[str, Choice]) -> list[str]:
     found = (f"{name} {other.bits_per_byte / best.bits_per_byte - 1:+.1%}" for name, other in others.items())
     return [
         labeled("chosen", f"{what}; about {length}"),
-        labeled("instead", f"{', '.join(found)} of bits per byte, by a law that is off by 2 %"),
+        labeled("instead", f"{', '.join(found)} (bits per byte; the law is off by 2%)"),
         labeled("yours", "what you state stays, such as --model.hidden_size; config.yaml has all"),
     ]
 

@@ -109,7 +109,11 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ),
         ("t.csv", "Once upon a time,pos\nThere was,neg\n", "no header, set it to the column's number, from 0."),
         ("t.csv", f"{'long ' * 999},b\n", "its first line holds 'long long l"),
-        ("t.csv", "instruction,output\na,b\n", "to one of them; or data.messages_column to output; if there is no"),
+        (
+            "t.csv",
+            "instruction,output\na,b\n",
+            "to one of them, as in --data.text_column instruction; or data.messages_column to output; if there is no",
+        ),
         ("t.csv", "text,label,text\na,b,c\n", "has two columns 'text'"),
         ("t.csv", "text,label\ra,pos\rb,neg\r", "the header cannot be read: new-line character seen in unquoted field"),
         ("t.csv", "text,label\nna\u00efve,b\n".encode("latin-1"), "(byte 13: invalid continuation byte)"),
