@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--steps", **bounded(MIN_STEPS, 10**6, "optimizer steps per sweep", 80))
     arguments, run_options = parser.parse_known_args()
     rates = sweep_rates(arguments.lowest, arguments.highest, arguments.steps)
-    resolved = load_config(run_options, needs_limit=False)
+    resolved = load_config(run_options, needs_limit=False, may_choose=False)
     check_picture("--output", arguments.output, [arguments.output.with_suffix(".json")])
 
     from hfgolf.commands.lr_sweep import RULE, find_lr, suggested_values

@@ -107,6 +107,7 @@ def main() -> None:
         numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
         numbers |= dataclasses.asdict(needs) | {"fits": needs.fits}
         numbers |= {name: part and dataclasses.asdict(part) for name, part in parts.items()}  # None: unknown
+        numbers["chosen"] = chosen and chosen.values
         numbers["speed"] = {"tokens_per_second": speed, "source": source}
         print(json.dumps(numbers, indent=1))
         return

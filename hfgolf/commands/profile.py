@@ -25,7 +25,7 @@ def main() -> None:
         "--output", type=Path, help="folder to write to (default: the run's folder, such as runs/small)"
     )
     arguments, run_options = parser.parse_known_args()
-    resolved = load_config(run_options)
+    resolved = load_config(run_options, may_choose=False)
     # silence torch's messages about starting its profiler and about memory allocated before it
     os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

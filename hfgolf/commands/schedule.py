@@ -32,7 +32,7 @@ def main() -> None:
         "--seconds_per_step", **bounded(1e-6, 1e6, "speed of a run that train.max_minutes ends (default: 1)")
     )
     arguments, run_options = parser.parse_known_args()
-    resolved = load_config(run_options)
+    resolved = load_config(run_options, may_choose=False)
     check_picture("--output", arguments.output)
 
     from hfgolf.train.init_from import take_architecture

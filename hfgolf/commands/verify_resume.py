@@ -50,7 +50,7 @@ def main() -> int:
     arguments, run_options = parser.parse_known_args()
     if arguments.steps <= arguments.kills:
         raise UserError(f"--steps: {arguments.steps} is out of range; allowed: more than --kills {arguments.kills}.")
-    resolved = load_config([*run_options, f"--train.max_steps={arguments.steps}"])
+    resolved = load_config([*run_options, f"--train.max_steps={arguments.steps}"], may_choose=False)
 
     from hfgolf.train.console import show_log
 

@@ -60,11 +60,18 @@ AUTOPILOT = (
     "optim.learning_rate",
     "optim.adamw_learning_rate",
     "train.max_tokens",
+    "schedule.warmup_steps",
     "train.eval_every_steps",
 )
 """The keys that train/autopilot.py decides for a text and minutes, where nobody states them: their source is auto."""
-_UNMEASURED = {"model.architecture", "optim.name", "data.ids_column", "data.messages_column", "shards"}
-"""Keys, and a data.source, of which train/law.py knows nothing."""
+_MEASURED: dict[str, tuple[str, ...]] = {
+    "model.architecture": ("golf",),
+    "optim.name": ("muon",),
+    "data.source": ("files", "hub", "python_stdlib"),
+    "data.ids_column": (),
+    "data.messages_column": (),
+}
+"""{key: its values that train/law.py knows of}."""
 _MAX_NAME_BYTES = 100  # of a text's name in that of its run; its folder and its files add more
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -121,6 +128,7 @@ def load_config(
     base: ResolvedConfig | None = None,
     needs_limit: bool = True,
     values: Mapping[str, Any] | None = None,
+    may_choose: bool = True,
 ) -> ResolvedConfig:
     """Parse `[TEXT ...] --config FILE --section.key value ...` into a checked config.
 
@@ -130,7 +138,8 @@ def load_config(
 
     argv: the arguments, or the path or name of a config; None: the arguments of the process. `--help` and
     `--print_config` print and exit with status 0. where: what error messages call the arguments. needs_limit: whether
-    the run must end by itself. values: {"section.key": value}, which win over the file like the arguments.
+    the run must end by itself. values: {"section.key": value}, which win over the file like the arguments. may_choose:
+    whether the caller lets train/autopilot.py choose what the minutes leave open; else, these values are of small.
     Raises UserError (one line) for a missing file, an unknown key, or a value of the wrong type or out of range.
     """
     argv = [f"--config={argv}"] if isinstance(argv, str | Path) else argv
@@ -157,7 +166,7 @@ def load_config(
     if dollars is not None:
         stated["train.max_minutes"] = _minutes(dollars, (from_file | stated).get("run.price_per_hour"))
     if texts and base is None and path is None:
-        base = shipped_base(stated)
+        base = shipped_base(stated, may_choose)
     below, sources = ({}, {}) if base is None else (base.stated(), dict(base.sources))
     if base and texts:
         below["run.name"] = text_name(texts)
@@ -189,7 +198,8 @@ def load_config(
         config = config.replace(run__name=Path(path).stem if path else "default")
     resolved = ResolvedConfig(config, sources).with_low_memory()
     if "--print_config" in arguments:
-        print(resolved.to_yaml(), end="")
+        is_open = sources.get("model.hidden_size") == "auto" or sources.get("train.max_tokens") == "auto"
+        print("# auto: chosen when training starts\n" if is_open else "", resolved.to_yaml(), sep="", end="")
         sys.exit(0)
     return resolved
 
@@ -258,11 +268,11 @@ def _minutes(dollars: str, price_per_hour: object) -> float:
     return 60 * value / price_per_hour
 
 
-def shipped_base(stated: Mapping[str, Any]) -> ResolvedConfig:
+def shipped_base(stated: Mapping[str, Any], may_choose: bool = True) -> ResolvedConfig:
     """Return what begins without a config: small, or finetune for weights that exist, without their examples.
 
-    stated: what a person states beside it. With train.max_minutes, the values of AUTOPILOT are open, unless it begins
-    with other weights, or states a key or a source of _UNMEASURED.
+    stated: what a person states beside it. With train.max_minutes, the values of AUTOPILOT are open if they may be
+    chosen, unless it begins with other weights, or states a key of _MEASURED with another value.
     Of finetune, the examples are its text, its model and the length of its sequences, for which the weights may be too
     short. Of small, they are its prompt, and its tokenizer, whose size depends on the text; a run that has another
     tokenizer keeps it. Of both, that they evaluate all of their small texts at the end.
@@ -278,8 +288,8 @@ def shipped_base(stated: Mapping[str, Any]) -> ResolvedConfig:
     if stated.get("train.max_minutes") is None:
         return ResolvedConfig(shipped.config, sources | {"tokenizer.kind": "auto"})
     del sources["train.max_steps"]
-    said = {stated.get("data.source"), *(key for key, value in stated.items() if value is not None)}
-    open_keys = ["tokenizer.kind"] if said & _UNMEASURED else AUTOPILOT
+    is_measured = all(stated.get(key) in (None, *known) for key, known in _MEASURED.items())
+    open_keys = AUTOPILOT if may_choose and is_measured else ["tokenizer.kind"]
     return ResolvedConfig(shipped.config, sources | dict.fromkeys(open_keys, "auto"))
 
 
@@ -326,16 +336,15 @@ def _fitting_batch(shipped: Mapping[str, Any], stated: Mapping[str, Any]) -> dic
 
 def _placeholders(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of AUTOPILOT's keys, until they are chosen, that go with those that are stated."""
+    heads, length = stated.get("model.num_attention_heads"), stated.get("batch.sequence_length")
     fitting = {
-        "model.hidden_size": ("model.num_attention_heads", 64),
-        "model.num_attention_heads": ("model.hidden_size", 0),
-        "batch.tokens_per_step": ("batch.sequence_length", 1),
+        "model.hidden_size": 64 * heads if isinstance(heads, int) else None,
+        "model.num_attention_heads": stated.get("model.num_key_value_heads", 1)
+        if "model.hidden_size" in stated
+        else None,
+        "batch.tokens_per_step": length if isinstance(length, int) else None,
     }
-    return {
-        key: stated[other] * factor or 1
-        for key, (other, factor) in fitting.items()
-        if isinstance(stated.get(other), int) and key not in stated
-    }
+    return {key: value for key, value in fitting.items() if value is not None and key not in stated}
 
 
 def find_config(name: str) -> str:

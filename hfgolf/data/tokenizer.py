@@ -487,16 +487,16 @@ def _untrained_bpe(vocab_size: int) -> tuple[Tokenizer, trainers.BpeTrainer]:
 
 
 def tokens_per_byte(sample: list[str], vocab_sizes: Collection[int]) -> dict[int, float]:
-    """Return {vocab_size: tokens per byte} of the BPE vocabularies that a sample supports.
+    """Return {vocab_size: tokens per byte} of the BPE vocabularies that a sample supports, and a tenth more entries.
 
     Trains the largest; the first merges of it are a smaller one.
     """
-    tokenizer, trainer = _untrained_bpe(max(vocab_sizes))
+    tokenizer, trainer = _untrained_bpe(round(1.1 * max(vocab_sizes)))
     tokenizer.train_from_iterator(sample, trainer)
     content = json.loads(tokenizer.to_str())
     entries, merges = content["model"]["vocab"], content["model"]["merges"]
     num_bytes, ratios = sum(len(block.encode()) for block in sample), {}
-    for size in sorted(size for size in vocab_sizes if 257 < size <= len(entries)):
+    for size in sorted(size for size in vocab_sizes if 257 < size <= len(entries) / 1.1 + 1):
         first = {entry: number for entry, number in entries.items() if number < size}
         content["model"] |= {"vocab": first, "merges": [pair for pair in merges if "".join(pair) in first]}
         encoded = Tokenizer.from_str(json.dumps(content)).encode_batch_fast(sample)

@@ -37,12 +37,13 @@ from hfgolf.train.law import Shape, Text, bits_per_byte, heads_of, layers_of, ra
 WIDTHS = (128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536)
 VOCABULARIES = (512, 1024, 2048, 4096, 8192, 16384)
 DROPOUTS = (0.0, 0.1, 0.2)
-SHARES = tuple(0.75**power for power in range(28))  # of the tokens that the minutes allow
+LENGTHS = tuple(round(2_000 * 1.25**power) for power in range(90))  # of a training, in tokens
 SHARE_OF_STEPS = 0.93  # of the minutes; evaluations and saves take the rest
 EVALUATIONS = 10
 FEW_WEIGHTS, TOKENS_PER_WEIGHT = 5_000_000, 10  # the law knows no larger models: with more, as many tokens for each
+MIN_STEPS = 100  # the law knows no shorter training: if the minutes allow no more, it is the smallest shape
 READ_BYTES = 50_000_000
-SAMPLE_BYTES, BLOCK_CHARACTERS = 2_000_000, 20_000
+SAMPLE_BYTES = 2_000_000
 MAX_TIMED, TIMED_SECONDS, MAX_TIMES = 4, 1.0, 50  # shapes, and of each
 ASSUMED_MFU = 0.3  # of the first shape that is timed
 
@@ -121,31 +122,29 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Ch
     speed = Speed(ASSUMED_MFU * peak, config.batch.sequence_length)
     while True:
         choices = list(_choices(config, open_keys, text, speed, num_processes))
-        if not choices:
-            heads = config.model.num_attention_heads
-            raise UserError(
-                f"model.num_attention_heads: no candidate has a width that {heads} heads divide; state one."
-            )
         best = _best(choices)
         shape, tokens_per_step = best.shape, best.tokens_per_step
         key = shape.width, shape.vocabulary, tokens_per_step
         if key in speed.timed or len(speed.timed) == MAX_TIMED:
             break
-        values = _values(best, open_keys)
+        values = _values(config, best, open_keys)
         seconds = seconds_per_step(config.replace(**values), shape.vocabulary, device, num_processes)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # the next shape, and the run, count what is free
         speed.timed[key] = tokens_per_step * shape.flops_per_token(config.batch.sequence_length), seconds
-    if best.bits_per_byte == math.inf:
+    if all(seconds == math.inf for _, seconds in speed.timed.values()):
         raise UserError("train.max_minutes: no shape fits into the free memory; end other programs, or use a --config.")
     others = _others(best, choices)
     for name, times in (("half the time", 0.5), ("twice the time", 2)):
         longer = config.replace(train__max_minutes=times * minutes)
         others[name] = _best(_choices(longer, open_keys, text, speed, num_processes))
     seconds = speed.seconds(best.shape, best.tokens_per_step)
-    return Chosen(_values(best, open_keys), _described(best, others), best.tokens_per_step / seconds)
+    return Chosen(_values(config, best, open_keys), _described(best, others), best.tokens_per_step / seconds)
 
 
 def _best(choices: Iterable[Choice]) -> Choice:
-    return min(choices, key=lambda choice: choice.bits_per_byte)
+    """Return the choice with the lowest loss; of those that can't be trained in the minutes, the smallest."""
+    return min(choices, key=lambda choice: (choice.bits_per_byte, choice.shape.flops_per_token(0)))
 
 
 def _others(best: Choice, choices: list[Choice]) -> dict[str, Choice]:
@@ -164,19 +163,22 @@ def measure_text(config: RunConfig, open_keys: set[str]) -> Text:
     data, tokenizer = config.data, config.tokenizer
     with tempfile.TemporaryDirectory() as scratch:
         blocks, num_bytes = load_corpus(data).train_start(READ_BYTES, Path(scratch))
+    share = min(1.0, num_bytes / sum(len(block.encode()) for block in blocks))  # the rest is held out
+    blocks = blocks[: max(1, round(share * len(blocks)))]
     sample = blocks[:: max(1, math.ceil(sum(map(len, blocks)) / SAMPLE_BYTES))]
     raw = "".join(sample).encode()
     if tokenizer.kind == "char":
         ratios = {256 + len({c for block in blocks for c in block if c > "\x7f"}): len("".join(sample)) / len(raw)}
     elif tokenizer.kind == "pretrained" and (found := find_tokenizer(tokenizer, {}, Path())):
-        ids = found(sample, add_special_tokens=False)["input_ids"]
+        ids = found(sample, add_special_tokens=False, verbose=False)["input_ids"]
         ratios = {embedding_rows(found): sum(map(len, ids)) / len(raw)}
     else:
         is_any = "tokenizer.vocab_size" in open_keys
-        sizes = VOCABULARIES if is_any else (config.tokenizer.max_vocab_size,)
-        ratios = {} if tokenizer.kind == "byte" else tokens_per_byte(sample, sizes)
-        may_be_bytes = is_any and "tokenizer.kind" in open_keys and num_bytes < FEW_BYTES
-        ratios |= {256: 1.0} if may_be_bytes or tokenizer.kind == "byte" or not ratios else {}
+        size = config.tokenizer.max_vocab_size
+        ratios = {} if tokenizer.kind == "byte" else tokens_per_byte(sample, VOCABULARIES if is_any else (size,))
+        if is_any and (num_bytes < FEW_BYTES or tokenizer.kind == "byte" or not ratios):
+            ratios |= {256: 1.0}
+        ratios = ratios or {size: 0.5}  # which the text does not support, as the tokenizer will say
     return Text(num_bytes, density("".join(sample)), ratios)
 
 
@@ -187,57 +189,85 @@ def density(text: str) -> float:
 
 
 def _choices(config: RunConfig, open_keys: set[str], text: Text, speed: Speed, num_processes: int) -> Iterator[Choice]:
-    """Yield all shapes that what is stated allows, with all lengths of their training that are worth a thought."""
-    model, batch, seconds = config.model, config.batch, SHARE_OF_STEPS * 60 * (config.train.max_minutes or math.inf)
+    """Yield all shapes that what is stated allows, with all lengths of their training that are worth a thought.
+
+    Raises UserError if what is stated allows none.
+    """
+    model, batch, train = config.model, config.batch, config.train
+    seconds = SHARE_OF_STEPS * 60 * (train.max_minutes or math.inf)
     widths = WIDTHS if "model.hidden_size" in open_keys else (model.hidden_size,)
     dropouts = DROPOUTS if "model.dropout" in open_keys else (model.dropout,)
-    shares = SHARES if "train.max_tokens" in open_keys else (1.0,)
-    multiple = batch.sequence_length * num_processes
+    micro_batch = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1
+    multiple = micro_batch * batch.sequence_length * num_processes
+    allowed: list[tuple[int, int]] = []
+    refused: UserError | None = None
 
     def step_of(tokens: float) -> int:
         if "batch.tokens_per_step" not in open_keys:
             return batch.tokens_per_step
         return multiple * max(1, round(tokens_per_step_of(tokens) / multiple))
 
-    for width, vocabulary, dropout in itertools.product(widths, text.tokens_per_byte, dropouts):
-        if "model.num_attention_heads" not in open_keys and width % model.num_attention_heads:
-            continue
-        is_deep = "model.num_hidden_layers" in open_keys
-        shape = Shape(width, layers_of(width) if is_deep else model.num_hidden_layers, vocabulary, dropout)
-        step, tokens = step_of(0), 0.0
+    def layers(width: int) -> int:
+        return layers_of(width) if "model.num_hidden_layers" in open_keys else model.num_hidden_layers
+
+    def limit(step: int, vocabulary: int) -> float:
+        """Return the tokens after which the config ends the training, apart from the minutes."""
+        limits = [math.inf, math.inf if train.max_steps is None else float(train.max_steps * step)]
+        if train.max_epochs is not None:
+            limits.append(train.max_epochs * text.num_bytes * text.tokens_per_byte[vocabulary])
+        if train.max_tokens is not None and "train.max_tokens" not in open_keys:
+            limits.append(train.max_tokens)
+        return min(limits)
+
+    for width, vocabulary in itertools.product(widths, text.tokens_per_byte):
+        smallest = Choice(Shape(width, layers(width), vocabulary, dropouts[0]), step_of(0), step_of(0), True, math.inf)
+        try:
+            config.replace(**_values(config, smallest, open_keys))
+            allowed.append((width, vocabulary))
+        except UserError as error:
+            refused = refused or error
+    if not allowed:
+        raise UserError(f"train.max_minutes: no shape that would be chosen goes with what is stated; {refused}")
+    for (width, vocabulary), dropout in itertools.product(allowed, dropouts):
+        shape = Shape(width, layers(width), vocabulary, dropout)
+        step, whole = step_of(0), 0.0
         while True:  # larger steps are faster on a GPU, and a longer training takes larger steps
-            tokens = seconds / speed.seconds(shape, step) * step
-            if (larger := step_of(tokens)) <= step:
+            whole = min(seconds / speed.seconds(shape, step) * step, limit(step, vocabulary))
+            if (larger := step_of(whole)) <= step:
                 break
             step = larger
-        for share in shares:
-            wanted = share * tokens
-            step = min(step, step_of(wanted))
+        lengths = LENGTHS if "train.max_tokens" in open_keys else ()
+        for tokens in (whole, *(length for length in reversed(lengths) if length < whole)):
+            step = min(step, step_of(tokens))
             step_seconds = speed.seconds(shape, step)
-            reached = max(step, min(wanted, seconds / step_seconds * step))
-            is_known = len(widths) == 1 or shape.body_parameters <= max(FEW_WEIGHTS, reached / TOKENS_PER_WEIGHT)
-            is_possible = is_known and step_seconds < math.inf
+            reached = min(tokens, seconds / step_seconds * step)
+            is_small = shape.body_parameters <= max(FEW_WEIGHTS, reached / TOKENS_PER_WEIGHT)
+            is_last_resort = width == allowed[0][0] and tokens == whole
+            is_known = is_last_resort or (is_small and reached >= MIN_STEPS * step)
+            is_possible = is_known and reached >= step
             loss = bits_per_byte(text, shape, reached, step) if is_possible else math.inf
-            yield Choice(shape, step, reached, share == 1, loss)
+            yield Choice(shape, step, max(reached, step), tokens == whole, loss)
 
 
-def _values(choice: Choice, open_keys: set[str]) -> dict[str, Any]:
+def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str, Any]:
     """Return {section__key: value} of the open keys."""
     shape, step = choice.shape, choice.tokens_per_step
     muon, adamw = rates_of(shape.width)
-    every = max(1, round(choice.tokens / step / EVALUATIONS))
+    steps = choice.tokens / step
+    has_size = config.tokenizer.kind in ("bpe", "byte")  # others have the entries that they have
     values = {
         "tokenizer.kind": "byte" if shape.vocabulary == 256 else "bpe",
-        "tokenizer.vocab_size": "auto" if shape.vocabulary == 256 else shape.vocabulary,
+        "tokenizer.vocab_size": "auto" if shape.vocabulary == 256 or not has_size else shape.vocabulary,
         "model.hidden_size": shape.width,
         "model.num_hidden_layers": shape.layers,
-        "model.num_attention_heads": heads_of(shape.width),
+        "model.num_attention_heads": heads_of(shape.width, config.model.num_key_value_heads or 1),
         "model.dropout": shape.dropout,
         "batch.tokens_per_step": step,
         "optim.learning_rate": float(f"{muon:.2g}"),
         "optim.adamw_learning_rate": float(f"{adamw:.2g}"),
         "train.max_tokens": None if choice.is_whole else round(choice.tokens / step) * step,
-        "train.eval_every_steps": every,
+        "schedule.warmup_steps": min(20, int(steps / 10)),
+        "train.eval_every_steps": max(1, round(steps / EVALUATIONS)),
     }
     return {key.replace(".", "__"): value for key, value in values.items() if key in open_keys}
 
@@ -301,10 +331,15 @@ def _described(best: Choice, others: Mapping[str, Choice]) -> list[str]:
     what += f", dropout {shape.dropout:g}" if shape.dropout else ""
     length = f"{rounded(best.tokens)} tokens in steps of {best.tokens_per_step:,}"
     length += "" if best.is_whole else ", with which this text is used up"
-    found = (f"{name} {other.bits_per_byte / best.bits_per_byte - 1:+.1%}" for name, other in others.items())
+    found = [
+        f"{name} {other.bits_per_byte / best.bits_per_byte - 1:+.1%}"
+        for name, other in others.items()
+        if max(other.bits_per_byte, best.bits_per_byte) < math.inf
+    ]
+    instead = [labeled("instead", f"{', '.join(found)} (bits per byte; the law is off by 2%)")] if found else []
     return [
         labeled("chosen", f"{what}; about {length}"),
-        labeled("instead", f"{', '.join(found)} (bits per byte; the law is off by 2%)"),
+        *instead,
         labeled("yours", "what you state stays, such as --model.hidden_size; config.yaml has all"),
     ]
 

@@ -71,7 +71,7 @@ def decide(said: ResolvedConfig, before: Mapping[str, Any]) -> Decisions:
         elif (choice := _choose(key, config, precision, state.device)) is not None:
             values[name], sources[key] = choice, "auto"
     for key in AUTOPILOT:
-        if said.sources.get(key) == "auto" and key in before:
+        if said.sources.get(key) in ("auto", "small") and key in before:  # nobody states it
             values[key.replace(".", "__")], sources[key] = before[key], "the run so far"
     return Decisions(config.replace(**values), sources, precision)
 
