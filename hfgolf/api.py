@@ -133,7 +133,7 @@ def fit(
     name: of the run, and of its folder in run.output_dir. None: that of the text or the config, with a number if
     another run has it.
     max_minutes, max_steps: when to end. One of them replaces both limits of the config. Without a config, minutes also
-        choose shape, vocabulary and rates, as of `hfgolf train my.txt --minutes`.
+    choose shape, vocabulary and rates, as of `hfgolf train my.txt --minutes`.
     data, model, tokenizer, and sections: a section of the config as {key: value}; docs/config.md lists them. Or
     objects: as data a Dataset, a DataFrame or another table with a column `text` (or the data.text_column of config),
     one string per document, or a dict of them (a DatasetDict), of which `train` trains and `validation` or `test`
