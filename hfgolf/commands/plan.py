@@ -66,7 +66,7 @@ def main() -> None:
         meta_model,
         run_length,
     )
-    from hfgolf.train.autopilot import choose, is_open
+    from hfgolf.train.autopilot import choose
     from hfgolf.train.console import show_log
     from hfgolf.train.init_from import named_by_weights, take_architecture
     from hfgolf.train.process import processes as accelerate_processes
@@ -76,7 +76,7 @@ def main() -> None:
     processes = int(os.environ.get("WORLD_SIZE", "1"))
     config, machine = find_machine(resolved, options.device, processes)
     chosen = None
-    if is_open(resolved):
+    if resolved.is_open:
         if options.device:
             raise UserError(
                 "--device: shapes are chosen by steps that are timed here; leave it out, or add a --config."

@@ -94,6 +94,11 @@ class ResolvedConfig:
         stated = {key: "code" for key, value in config.flat().items() if value != defaults[key]}
         return cls(config, stated).with_low_memory()
 
+    @property
+    def is_open(self) -> bool:
+        """Whether train/autopilot.py has something to choose; the tokenizer's kind alone follows from the text."""
+        return any(self.sources.get(key) == "auto" for key in AUTOPILOT if key != "tokenizer.kind")
+
     def stated(self) -> dict[str, Any]:
         """Return {"section.key": value} of every value with a source, and the name."""
         values = self.config.flat()
@@ -198,8 +203,7 @@ def load_config(
         config = config.replace(run__name=Path(path).stem if path else "default")
     resolved = ResolvedConfig(config, sources).with_low_memory()
     if "--print_config" in arguments:
-        is_open = sources.get("model.hidden_size") == "auto" or sources.get("train.max_tokens") == "auto"
-        print("# auto: chosen when training starts\n" if is_open else "", resolved.to_yaml(), sep="", end="")
+        print("# auto: chosen when training starts\n" if resolved.is_open else "", resolved.to_yaml(), sep="", end="")
         sys.exit(0)
     return resolved
 

@@ -6,6 +6,7 @@ person states is kept. Does not know checkpoints: a run that resumes keeps what 
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import lzma
 import math
@@ -104,24 +105,20 @@ class Speed:
         return fixed + (seconds - fixed) * flops / near
 
 
-def is_open(said: ResolvedConfig) -> bool:
-    """Return whether there is something to choose."""
-    return any(said.sources.get(key) == "auto" for key in AUTOPILOT if key != "tokenizer.kind")
-
-
 def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Chosen:
     """Return values for the open keys.
 
     said: the config, with its precision decided, in which these keys hold no choice yet. All ranks call it, and each
-    times the same steps. Raises UserError if no shape fits into the free memory.
+    times the same steps. Raises UserError if no shape goes with what is stated, or fits into the free memory.
     """
     config, minutes = said.config, said.config.train.max_minutes or math.inf
     open_keys = {key for key in AUTOPILOT if said.sources.get(key) == "auto"}
     text = decide(lambda: measure_text(config, open_keys))
+    sizes = _possible_sizes(config, open_keys, text, num_processes)
     peak = decide(lambda: peak_flops(device, str(config.train.mixed_precision))) * num_processes
     speed = Speed(ASSUMED_MFU * peak, config.batch.sequence_length)
     while True:
-        choices = list(_choices(config, open_keys, text, speed, num_processes))
+        choices = list(_choices(config, open_keys, text, speed, sizes, num_processes))
         best = _best(choices)
         shape, tokens_per_step = best.shape, best.tokens_per_step
         key = shape.width, shape.vocabulary, tokens_per_step
@@ -137,7 +134,7 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Ch
     others = _others(best, choices)
     for name, times in (("half the time", 0.5), ("twice the time", 2)):
         longer = config.replace(train__max_minutes=times * minutes)
-        others[name] = _best(_choices(longer, open_keys, text, speed, num_processes))
+        others[name] = _best(_choices(longer, open_keys, text, speed, sizes, num_processes))
     seconds = speed.seconds(best.shape, best.tokens_per_step)
     return Chosen(_values(config, best, open_keys), _described(best, others), best.tokens_per_step / seconds)
 
@@ -166,12 +163,13 @@ def measure_text(config: RunConfig, open_keys: set[str]) -> Text:
     share = min(1.0, num_bytes / sum(len(block.encode()) for block in blocks))  # the rest is held out
     blocks = blocks[: max(1, round(share * len(blocks)))]
     sample = blocks[:: max(1, math.ceil(sum(map(len, blocks)) / SAMPLE_BYTES))]
-    raw = "".join(sample).encode()
+    joined = "".join(sample)
+    sample_bytes = len(joined.encode())
     if tokenizer.kind == "char":
-        ratios = {256 + len({c for block in blocks for c in block if c > "\x7f"}): len("".join(sample)) / len(raw)}
+        ratios = {256 + len({c for block in blocks for c in block if c > "\x7f"}): len(joined) / sample_bytes}
     elif tokenizer.kind == "pretrained" and (found := find_tokenizer(tokenizer, {}, Path())):
         ids = found(sample, add_special_tokens=False, verbose=False)["input_ids"]
-        ratios = {embedding_rows(found): sum(map(len, ids)) / len(raw)}
+        ratios = {embedding_rows(found): sum(map(len, ids)) / sample_bytes}
     else:
         is_any = "tokenizer.vocab_size" in open_keys
         size = config.tokenizer.max_vocab_size
@@ -179,7 +177,7 @@ def measure_text(config: RunConfig, open_keys: set[str]) -> Text:
         if is_any and (num_bytes < FEW_BYTES or tokenizer.kind == "byte" or not ratios):
             ratios |= {256: 1.0}
         ratios = ratios or {size: 0.5}  # which the text does not support, as the tokenizer will say
-    return Text(num_bytes, density("".join(sample)), ratios)
+    return Text(num_bytes, density(joined), ratios)
 
 
 def density(text: str) -> float:
@@ -188,61 +186,75 @@ def density(text: str) -> float:
     return 8 * len(lzma.compress(raw)) / len(raw)
 
 
-def _choices(config: RunConfig, open_keys: set[str], text: Text, speed: Speed, num_processes: int) -> Iterator[Choice]:
-    """Yield all shapes that what is stated allows, with all lengths of their training that are worth a thought.
+def _possible_sizes(config: RunConfig, open_keys: set[str], text: Text, num_processes: int) -> list[Shape]:
+    """Return the shapes that go with what is stated, smaller widths first, with the dropout of the config.
 
-    Raises UserError if what is stated allows none.
+    Raises UserError if there are none.
     """
-    model, batch, train = config.model, config.batch, config.train
-    seconds = SHARE_OF_STEPS * 60 * (train.max_minutes or math.inf)
+    model, refused = config.model, None
     widths = WIDTHS if "model.hidden_size" in open_keys else (model.hidden_size,)
-    dropouts = DROPOUTS if "model.dropout" in open_keys else (model.dropout,)
-    micro_batch = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1
-    multiple = micro_batch * batch.sequence_length * num_processes
-    allowed: list[tuple[int, int]] = []
-    refused: UserError | None = None
-
-    def step_of(tokens: float) -> int:
-        if "batch.tokens_per_step" not in open_keys:
-            return batch.tokens_per_step
-        return multiple * max(1, round(tokens_per_step_of(tokens) / multiple))
-
-    def layers(width: int) -> int:
-        return layers_of(width) if "model.num_hidden_layers" in open_keys else model.num_hidden_layers
-
-    def limit(step: int, vocabulary: int) -> float:
-        """Return the tokens after which the config ends the training, apart from the minutes."""
-        limits = [math.inf, math.inf if train.max_steps is None else float(train.max_steps * step)]
-        if train.max_epochs is not None:
-            limits.append(train.max_epochs * text.num_bytes * text.tokens_per_byte[vocabulary])
-        if train.max_tokens is not None and "train.max_tokens" not in open_keys:
-            limits.append(train.max_tokens)
-        return min(limits)
-
+    possible, step = list[Shape](), _step_of(config, open_keys, 0, num_processes)
     for width, vocabulary in itertools.product(widths, text.tokens_per_byte):
-        smallest = Choice(Shape(width, layers(width), vocabulary, dropouts[0]), step_of(0), step_of(0), True, math.inf)
+        is_deep = "model.num_hidden_layers" in open_keys
+        shape = Shape(width, layers_of(width) if is_deep else model.num_hidden_layers, vocabulary, model.dropout)
         try:
-            config.replace(**_values(config, smallest, open_keys))
-            allowed.append((width, vocabulary))
+            config.replace(**_values(config, Choice(shape, step, step, True, math.inf), open_keys))
+            possible.append(shape)
         except UserError as error:
             refused = refused or error
-    if not allowed:
+    if not possible:
         raise UserError(f"train.max_minutes: no shape that would be chosen goes with what is stated; {refused}")
-    for (width, vocabulary), dropout in itertools.product(allowed, dropouts):
-        shape = Shape(width, layers(width), vocabulary, dropout)
+    return possible
+
+
+def _step_of(config: RunConfig, open_keys: set[str], tokens: float, num_processes: int) -> int:
+    """Return the tokens of a step of a training of so many, which micro-batches divide."""
+    batch = config.batch
+    if "batch.tokens_per_step" not in open_keys:
+        return batch.tokens_per_step
+    micro_batch = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1
+    multiple = micro_batch * batch.sequence_length * num_processes
+    return multiple * max(1, round(tokens_per_step_of(tokens) / multiple))
+
+
+def _stated_tokens(config: RunConfig, open_keys: set[str], text: Text, step: int, vocabulary: int) -> float:
+    """Return the tokens after which the config ends the training, apart from the minutes."""
+    train, limits = config.train, [math.inf]
+    if train.max_steps is not None:
+        limits.append(train.max_steps * step)
+    if train.max_epochs is not None:
+        limits.append(train.max_epochs * text.num_bytes * text.tokens_per_byte[vocabulary])
+    if train.max_tokens is not None and "train.max_tokens" not in open_keys:
+        limits.append(train.max_tokens)
+    return min(limits)
+
+
+def _choices(
+    config: RunConfig, open_keys: set[str], text: Text, speed: Speed, sizes: list[Shape], num_processes: int
+) -> Iterator[Choice]:
+    """Yield all of these shapes, in each dropout, with all lengths of their training that are worth a thought."""
+    seconds = SHARE_OF_STEPS * 60 * (config.train.max_minutes or math.inf)
+    dropouts = DROPOUTS if "model.dropout" in open_keys else (config.model.dropout,)
+    lengths = LENGTHS[::-1] if "train.max_tokens" in open_keys else ()
+
+    def step_of(tokens: float) -> int:
+        return _step_of(config, open_keys, tokens, num_processes)
+
+    for size, dropout in itertools.product(sizes, dropouts):
+        shape = dataclasses.replace(size, dropout=dropout)
         step, whole = step_of(0), 0.0
         while True:  # larger steps are faster on a GPU, and a longer training takes larger steps
-            whole = min(seconds / speed.seconds(shape, step) * step, limit(step, vocabulary))
+            limit = _stated_tokens(config, open_keys, text, step, shape.vocabulary)
+            whole = min(seconds / speed.seconds(shape, step) * step, limit)
             if (larger := step_of(whole)) <= step:
                 break
             step = larger
-        lengths = LENGTHS if "train.max_tokens" in open_keys else ()
-        for tokens in (whole, *(length for length in reversed(lengths) if length < whole)):
+        for tokens in (whole, *(length for length in lengths if length < whole)):
             step = min(step, step_of(tokens))
             step_seconds = speed.seconds(shape, step)
             reached = min(tokens, seconds / step_seconds * step)
             is_small = shape.body_parameters <= max(FEW_WEIGHTS, reached / TOKENS_PER_WEIGHT)
-            is_last_resort = width == allowed[0][0] and tokens == whole
+            is_last_resort = shape.width == sizes[0].width and tokens == whole
             is_known = is_last_resort or (is_small and reached >= MIN_STEPS * step)
             is_possible = is_known and reached >= step
             loss = bits_per_byte(text, shape, reached, step) if is_possible else math.inf

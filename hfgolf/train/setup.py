@@ -56,7 +56,7 @@ from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.system.wording import gigabytes, labeled
 from hfgolf.train.announce import announce_device, announce_model
 from hfgolf.train.attention_probe import describe_attention
-from hfgolf.train.autopilot import choose, is_open
+from hfgolf.train.autopilot import choose
 from hfgolf.train.build import build_model, check_golf, other_config
 from hfgolf.train.claim import agree_on_config, claim
 from hfgolf.train.clock import Clock, step_limit
@@ -104,7 +104,7 @@ def set_up(
     try:
         decisions = _decide(said, origin)
         accelerator = _set_up_process(decisions)
-        if is_open(decisions):
+        if decisions.is_open:
             console.now("timing steps")
             chosen = choose(decisions, accelerator.device, accelerator.num_processes)
             for line in chosen.lines:

@@ -104,9 +104,9 @@ def test_heads_that_no_width_has_are_refused_in_one_line(text, hfgolf):
 )
 def test_what_the_law_does_not_know_keeps_the_shape_of_small(stated):
     minutes = {"train.max_minutes": 3}
-    assert autopilot.is_open(shipped_base(minutes))
+    assert shipped_base(minutes).is_open
     base = shipped_base(minutes | stated)
-    assert not autopilot.is_open(base) and base.sources["model.hidden_size"] == "small"
+    assert not base.is_open and base.sources["model.hidden_size"] == "small"
     assert "train.max_steps" not in base.sources
 
 

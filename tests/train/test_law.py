@@ -17,7 +17,7 @@ RUNS = Path(__file__).parents[2] / "benchmarks" / "law" / "runs.jsonl"
 
 @pytest.fixture(scope="module")
 def runs():
-    """{text: [(what the law expects, the row)]} of the runs that the fit is about."""
+    """{text: [(what the law expects, the row)]} of the longer runs of BPE that are not mostly learned by heart."""
     found = {}
     for row in map(json.loads, RUNS.read_text().splitlines()):
         is_learned = row["steps"] >= 140 and row["bits_per_byte"] < 1.1 * row["best_bits_per_byte"]
