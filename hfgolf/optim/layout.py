@@ -12,11 +12,12 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from hfgolf.optim.groups import parameter_kind
+from hfgolf.system.errors import UserError
 
 
 def layout(model: Any) -> dict[str, Any]:
     """Return the arguments of `build_optimizer` that depend on the model: fused, and kinds and in_out if not Golf."""
-    if hasattr(model, "fused_projections"):
+    if hasattr(type(model), "fused_projections"):  # not through the wrapper of peft, which renames the parameters
         return {"fused": model.fused_projections()}
     kinds = parameter_kinds(model)
     in_out = {
@@ -38,13 +39,19 @@ def parameter_kinds(model: Any) -> dict[str, str]:
 
     - matrix: a weight of a linear layer, or a stack of matrices, such as the experts of a mixture.
     - embedding: a table that ids or positions look up, and with it a tied head.
-    - head: the output matrix.
+    - head: the output matrix, or what else is linear outside of the base model, such as the head of a classifier.
     - vector: everything else, whatever its shape: norms, biases, convolutions over time, decay rates, routers.
+
+    Raises UserError for a model that is not one of transformers, or of peft around it.
     """
-    if hasattr(model, "fused_projections"):
+    if hasattr(type(model), "fused_projections"):
         return {name: parameter_kind(name) for name, _ in model.named_parameters()}
     of_weight: dict[int, str] = {}
-    head = model.get_output_embeddings()
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft wraps it
+    if not hasattr(inner, "get_output_embeddings"):
+        raise UserError(f"{type(inner).__name__} is no model of transformers, so hfgolf does not know its head.")
+    head = inner.get_output_embeddings()
+    body = {*inner.base_model.modules()} - {*(head.modules() if head is not None else ())}
     for module in model.modules():
         for key, parameter in module.named_parameters(recurse=False):
             if isinstance(module, nn.Embedding):
@@ -52,6 +59,6 @@ def parameter_kinds(model: Any) -> dict[str, str]:
             elif id(parameter) not in of_weight:
                 is_weight = isinstance(module, nn.Linear | Conv1D) and key == "weight"
                 is_stack = not isinstance(module, nn.modules.conv._ConvNd) and parameter.squeeze().ndim == 3
-                kind = "head" if module is head else "matrix"
+                kind = "matrix" if module in body else "head"
                 of_weight[id(parameter)] = kind if is_weight or is_stack else "vector"
     return {name: of_weight[id(parameter)] for name, parameter in model.named_parameters()}

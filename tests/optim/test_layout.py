@@ -6,6 +6,7 @@ import pytest
 import torch
 from architectures import OVERRIDES, VOCABULARY, tiny_model
 from torch import nn
+from transformers import LlamaConfig, LlamaForSequenceClassification
 from transformers.pytorch_utils import Conv1D
 
 from hfgolf.config.sections import OptimSection
@@ -53,6 +54,12 @@ def test_kinds_follow_the_structure(name, ends, kind):
     for end in ends:
         found = {found for key, found in kinds.items() if key.endswith(end)}
         assert found == {kind}, end
+
+
+def test_a_classifiers_head_is_a_head():
+    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+    kinds = parameter_kinds(LlamaForSequenceClassification(config))
+    assert [name for name, kind in kinds.items() if kind == "head"] == ["score.weight"]
 
 
 def test_experts_follow_adamw():
