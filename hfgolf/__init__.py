@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from hfgolf.model.configuration_golf import GolfConfig as GolfConfig
     from hfgolf.model.modeling_golf import GolfForCausalLM as GolfForCausalLM
     from hfgolf.optim.muon import Muon as Muon
+    from hfgolf.optim.trainer import muon_for_trainer as muon_for_trainer
     from hfgolf.system.errors import UserError as UserError
     from hfgolf.train.hooks import Hook as Hook
 
@@ -38,6 +39,7 @@ _PUBLIC_NAMES = {
     "UserError": "hfgolf.system.errors",
     "fit": "hfgolf.api",
     "load_config": "hfgolf.config.parse",
+    "muon_for_trainer": "hfgolf.optim.trainer",
     "open_run": "hfgolf.api",
     "training_memory": "hfgolf.measure.memory",
 }

@@ -20,6 +20,7 @@ from datasets import Dataset
 from tiny_export import build_tiny, card_of
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import hfgolf
 from hfgolf.config.sections import RunConfig
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.export import export_model
@@ -88,6 +89,26 @@ def test_sft_learns_to_stop(folder, tmp_path):
     prompt = tokenizer("c:", return_tensors="pt").input_ids
     written = model.eval().generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
     assert written.tolist() == [*b"yes", tokenizer.eos_token_id]
+
+
+def test_sft_of_lora_under_muon(folder, tmp_path):
+    model, tokenizer = load(folder)
+    rows = Dataset.from_list([{"prompt": f"{letter}:", "completion": "yes"} for letter in "abcdefgh"])
+    arguments = trl.SFTConfig(str(tmp_path / "sft"), max_steps=40, max_length=16, logging_steps=1, **COMMON)
+    trainer = trl.SFTTrainer(
+        model,
+        arguments,
+        train_dataset=rows,
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(target_modules="all-linear", modules_to_save=["lm_head"], task_type="CAUSAL_LM"),
+        optimizer_cls_and_kwargs=hfgolf.muon_for_trainer(arguments),
+    )
+    trainer.train()
+    names = {group["rule"]: group["param_names"] for group in trainer.optimizer.param_groups}
+    assert all(".lora_A." in name or ".lora_B." in name for name in names["muon"])
+    assert names["adamw"] == ["base_model.model.lm_head.modules_to_save.default.weight"]
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    assert losses[-1] < 0.5 * losses[0]
 
 
 def test_dpo_prefers_what_was_chosen(tmp_path):
