@@ -18,10 +18,11 @@ import pytest
 import torch
 from datasets import Dataset
 from tiny_export import build_tiny, card_of
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForSequenceClassification
 
 import hfgolf
 from hfgolf.config.sections import RunConfig
+from hfgolf.optim.layout import parameter_kinds
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.export import export_model
 
@@ -109,6 +110,16 @@ def test_sft_of_lora_under_muon(folder, tmp_path):
     assert names["adamw"] == ["base_model.model.lm_head.modules_to_save.default.weight"]
     losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     assert losses[-1] < 0.5 * losses[0]
+
+
+def test_kinds_see_through_the_wrapper_of_peft():
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = LlamaForSequenceClassification(LlamaConfig(**shape))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"], task_type="SEQ_CLS"))
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    kinds = {name: kind for name, kind in parameter_kinds(adapted).items() if name in trained}
+    assert kinds.pop("base_model.model.score.modules_to_save.default.weight") == "head"
+    assert set(kinds.values()) == {"matrix"}
 
 
 def test_dpo_prefers_what_was_chosen(tmp_path):
