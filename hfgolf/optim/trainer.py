@@ -32,9 +32,9 @@ def muon_for_trainer(
     """Return Muon as `Trainer(model, args, optimizer_cls_and_kwargs=muon_for_trainer(args))` takes it.
 
     Muon updates the hidden matrices; embeddings, the head, norms, biases and convolutions follow AdamW. Every parameter
-    takes args.learning_rate. One that suits AdamW suits both, because Muon's updates get the size of AdamW's
-    (update_scale match_rms_adamw). args.weight_decay decays matrices, embeddings and the head, as under Trainer's
-    AdamW. AdamW takes args.adam_beta1, adam_beta2 and adam_epsilon. Muon's momentum is constant.
+    takes args.learning_rate. AdamW's is a start, because Muon's updates get the size of AdamW's (update_scale
+    match_rms_adamw); Muon bears several times as much. args.weight_decay decays matrices, embeddings and the head, as
+    under Trainer's AdamW. AdamW takes args.adam_beta1, adam_beta2 and adam_epsilon. Muon's momentum is constant.
 
     settings: keys of the config's section optim that replace these, such as adamw_learning_rate=1e-3, momentum=0.9 or
         normuon_beta2=0.95.
