@@ -107,6 +107,7 @@ COMMON = {
 PARTS: dict[str, dict[str, Part]] = {
     "cpu": {
         **COMMON,
+        "busy_machine": Part("benchmarks/busy_machine.py", (), (*ONCE, "--widths", "128", "--spins", "default")),
         "cpu_kernels": Part("benchmarks/cpu_kernels.py", (), (*ONCE, "--lengths", "128")),
         "data_loading": Part("benchmarks/data_loading.py", (), (*ONCE, "--tokens", "1000000", "--batches", "10")),
         "growth": Part(

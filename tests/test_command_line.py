@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import math
+import os
 import re
 import shlex
 from pathlib import Path
@@ -526,6 +527,20 @@ def test_user_error_prints_no_traceback_and_exits_with_2(capsys):
         run_command(main)
     assert exit_.value.code == 2
     assert capsys.readouterr().err == "error: what; where; what to do.\n"
+
+
+@pytest.mark.parametrize(
+    ("stated", "spins"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "5"}, "5"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_do_not_spin_for_long_unless_the_user_says_so(stated, spins, monkeypatch):
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in stated.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit):
+        run_command(lambda: None)
+    assert os.environ.get("GOMP_SPINCOUNT") == spins
 
 
 def test_low_memory_sets_what_is_not_stated():

@@ -24,6 +24,10 @@ def run_command(main: Callable[[], int | None]) -> None:
     """
     # before torch is imported: when a process is gone, its store writes 30 lines of C++ frames for each call
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # before torch is imported: its threads wait for each other hundreds of times per step, and would spin for so
+        # long that beside a busy program, steps take several times as long (benchmarks/busy_machine.py)
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if isinstance(sys.stdout, io.TextIOWrapper):  # a sample holds any character, an old locale's terminal does not
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -1,0 +1,260 @@
+"""Which idea lowers the loss of a small model? Start it once per core, then without --seeds for the tables:
+
+    python benchmarks/learning/ideas.py --shakespeare input.txt --seeds 1 2 3 --ideas base untied "mtp 0.5"
+    python benchmarks/learning/ideas.py --shakespeare input.txt
+
+Trains each idea on each of TASKS with each seed, one thread per process, and adds a row for each to ideas.jsonl beside
+this file. Differences are paired by seed, with p and a test for equivalence within 0.005 nats (hfgolf compare has the
+same). The ideas are values of the config, and hooks that do what hfgolf does not. Shakespeare is its first 90 %, so
+that no choice sees the last tenth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import hfgolf
+from hfgolf import api
+from hfgolf.compare.statistics import equivalence, paired_difference
+from hfgolf.config.parse import load_config
+
+ROWS, CLAIMS = Path(__file__).parent / "ideas.jsonl", Path("ideas_claims")
+MARGIN = 0.005
+SMALLER = {"model.hidden_size": 128, "model.num_hidden_layers": 3}
+TASKS: dict[str, dict[str, Any]] = {
+    "shakespeare": SMALLER
+    | {"data.split": "contiguous", "tokenizer.vocab_size": 1024, "model.dropout": 0.1, "train.max_steps": 600}
+    | {"optim.learning_rate": 0.028, "optim.adamw_learning_rate": 0.02},
+    "python": SMALLER
+    | {"tokenizer.vocab_size": 2048, "train.max_steps": 850}
+    | {"optim.learning_rate": 0.028, "optim.adamw_learning_rate": 0.02},
+    "small": {},
+}
+"""Changes of configs/small.yaml."""
+UNTIED = {"model.tie_word_embeddings": False}
+NORMUON = {"optim.normuon_beta2": 0.95}
+
+
+class Idea(hfgolf.Hook):
+    """A hook that may act before and after each step; progress is the share of the run's steps that are over."""
+
+    progress = 0.0
+    is_last = False
+
+    def before_step(self, run: Any, expected_steps: float) -> None:
+        self.progress = run.state.step / expected_steps
+        self.is_last = run.state.step + 1 >= expected_steps
+        self.before(run)
+
+    @torch.no_grad()
+    def after_step(self, run: Any, result: Any) -> None:
+        self.after(run, list(run.raw_model.parameters()))
+
+    def before(self, run: Any) -> None: ...
+
+    def after(self, run: Any, weights: list[Tensor]) -> None: ...
+
+
+class EmaNesterov(Idea):
+    """Take the gradient ahead of the weights, along an average of their updates (arXiv 2605.25395)."""
+
+    def __init__(self, beta: float, decay: float, first: float = 0.15, last: float = 0.75) -> None:
+        self.beta, self.decay, self.first, self.last = beta, decay, first, last
+        self.former: list[Tensor] = []
+        self.average: list[Tensor] = []
+
+    def after(self, run: Any, weights: list[Tensor]) -> None:
+        if self.former:
+            self.average = self.average or [torch.zeros_like(weight) for weight in weights]
+            torch._foreach_lerp_(self.average, torch._foreach_sub(weights, self.former), 1 - self.decay)
+        self.former = [weight.clone() for weight in weights]
+        if self.average and self.first <= self.progress < self.last:
+            group = run.optimizer.param_groups[0]
+            torch._foreach_add_(weights, self.average, alpha=self.beta * group["lr"] / group["initial_lr"])
+
+
+class Tail(Idea):
+    """Blend an average over the end of the run into the last weights, except the embedding (modded-nanogpt, #45)."""
+
+    def __init__(self, share: float, first: float = 0.85) -> None:
+        self.share, self.first = share, first
+        self.average: list[Tensor] = []
+
+    def after(self, run: Any, weights: list[Tensor]) -> None:
+        weights = [weight for name, weight in run.raw_model.named_parameters() if "embed_tokens" not in name]
+        if self.progress >= self.first:
+            self.average = self.average or [weight.clone() for weight in weights]
+            torch._foreach_lerp_(self.average, weights, 1 / (run.state.step * (1 - self.first) / 3))
+        if self.is_last:
+            torch._foreach_lerp_(weights, self.average, self.share)
+
+
+class Power(Idea):
+    """Decay the rate as a power of what is left of the warmdown."""
+
+    def __init__(self, power: float) -> None:
+        self.power = power
+        self.peaks: list[float] = []
+
+    def before(self, run: Any) -> None:
+        groups = run.optimizer.param_groups
+        self.peaks = self.peaks or [group["initial_lr"] for group in groups]
+        left = min(1.0, (1 - self.progress) / run.config.schedule.warmdown_fraction)
+        for group, peak in zip(groups, self.peaks, strict=True):
+            group["initial_lr"] = peak * left ** (self.power - 1)
+
+
+class HighLowHigh(Idea):
+    """Weight decay is lower in the middle of the run."""
+
+    def __init__(self, low: float) -> None:
+        self.low = low
+        self.peaks: list[float] = []
+
+    def before(self, run: Any) -> None:
+        groups = run.optimizer.param_groups
+        self.peaks = self.peaks or [group["initial_weight_decay"] for group in groups]
+        for group, peak in zip(groups, self.peaks, strict=True):
+            group["initial_weight_decay"] = peak * (self.low if 0.3 < self.progress < 0.7 else 1.0)
+
+
+class HeadRate(Idea):
+    """Another rate for an untied head."""
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+
+    def start(self, run: Any) -> None:
+        for group in run.optimizer.param_groups:
+            group["initial_lr"] *= self.factor if group["kind"] == "head" else 1.0
+
+
+class MultiToken(Idea):
+    """Let the logits predict the token after the next one as well, with a weight that falls to 0."""
+
+    def __init__(self, weight: float, until: float = 0.67) -> None:
+        self.weight, self.until = weight, until
+
+    def start(self, run: Any) -> None:
+        run.raw_model.cross_entropy = _TwoTokens(self, run.raw_model.cross_entropy, run.config.batch.sequence_length)
+
+
+class _TwoTokens(nn.Module):
+    def __init__(self, idea: MultiToken, plain: nn.Module, length: int) -> None:
+        super().__init__()
+        self.idea, self.plain, self.length = [idea], plain, length
+
+    def forward(self, hidden: Tensor, head: Tensor, targets: Tensor, *rest: Any) -> Tensor:
+        idea = self.idea[0]
+        weight = idea.weight * (1 - idea.progress / idea.until)
+        nats: Tensor = self.plain(hidden, head, targets, *rest)
+        if not self.training or weight <= 0:
+            return nats
+        later = F.pad(targets.view(-1, self.length)[:, 1:], (0, 1), value=-100).flatten()
+        return (nats + weight * self.plain(hidden, head, later, *rest)) / (1 + weight)
+
+
+IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
+    "base": ({}, None),
+    "untied": (UNTIED, None),
+    "untied, embedding x 3": (UNTIED | {"optim.embedding_learning_rate": 3.0}, None),
+    "untied, head x 0.5": (UNTIED, lambda: HeadRate(0.5)),
+    "untied, head x 0.25": (UNTIED, lambda: HeadRate(0.25)),
+    "mtp 0.5": ({}, lambda: MultiToken(0.5)),
+    "mtp 0.2": ({}, lambda: MultiToken(0.2)),
+    "ema-nesterov 0.6 0.97": ({}, lambda: EmaNesterov(0.6, 0.97)),
+    "ema-nesterov 0.6 0.99": ({}, lambda: EmaNesterov(0.6, 0.99)),
+    "tail 0.4": ({}, lambda: Tail(0.4)),
+    "power 1.2": ({}, lambda: Power(1.2)),
+    "warmdown 0.8": ({"schedule.warmdown_fraction": 0.8}, None),
+    "warmdown 1, power 1.2": ({"schedule.warmdown_fraction": 1.0}, lambda: Power(1.2)),
+    "decay high, low, high": ({}, lambda: HighLowHigh(0.3)),
+    "decay 0": ({"optim.weight_decay": 0.0}, None),
+    "decay 0.3": ({"optim.weight_decay": 0.3}, None),
+    "cautious": ({"optim.cautious_weight_decay": True}, None),
+    "normuon": (NORMUON, None),
+    "normuon, muoneq": (NORMUON | {"optim.row_equilibration": True}, None),
+    "beta1 0.8": ({"optim.betas": [0.8, 0.95]}, None),
+    "momentum 0.9": ({"optim.momentum": 0.9}, None),
+    "momentum warmup 50": ({"optim.momentum_warmup_steps": 50}, None),
+    "segments never": ({"batch.segment_length": None}, None),
+    "segments in 300,000 tokens": ({"batch.segmented_tokens": 300_000}, None),
+    "rates x 1.4": ({"optim.learning_rate": 1.4, "optim.adamw_learning_rate": 1.4}, None),
+    "adamw x 2": ({"optim.adamw_learning_rate": 2.0}, None),
+}
+"""{name: changes of the config, hook}. A rate is a factor of the task's."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shakespeare", type=Path, required=True, help="the text tinyshakespeare")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--ideas", nargs="+", choices=IDEAS, default=list(IDEAS), metavar="IDEA")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[])
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    CLAIMS.mkdir(exist_ok=True)
+    for seed, idea, task in itertools.product(arguments.seeds, arguments.ideas, arguments.tasks):
+        try:
+            (CLAIMS / f"{task}-{idea}-{seed}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        row = {"task": task, "idea": idea, "seed": seed, "val_loss": train(task, idea, seed, arguments.shakespeare)}
+        with ROWS.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+    for task in arguments.tasks:
+        report(task)
+
+
+def train(task: str, idea: str, seed: int, shakespeare: Path) -> float:
+    """Return the validation loss at the end, in nats per token of the whole held-out part."""
+    changes, hook = IDEAS[idea]
+    rates = load_config(["--config", "small"], values=TASKS[task]).config.optim
+    peak = {"optim.learning_rate": rates.learning_rate}
+    values = TASKS[task] | {
+        key: value * peak.get(key, rates.adamw_learning_rate) if key.endswith("learning_rate") else value
+        for key, value in changes.items()
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        if task == "shakespeare":
+            text = Path(folder, "shakespeare.txt")
+            text.write_bytes(shakespeare.read_bytes()[:1_003_854])
+            values |= {"data.source": "files", "data.files": [str(text)]}
+        values |= {"run.seed": seed, "run.name": "run", "run.output_dir": folder}
+        values |= {"train.cpu_threads": 1, "train.compile": False, "train.sample_tokens": None}
+        resolved = load_config(["--config", "small"], values=values)
+        return float(api.train(resolved, [hook()] if hook else [])["val_loss"])
+
+
+def report(task: str) -> None:
+    """Print the ideas on a task, best first, with differences from the base paired by seed."""
+    losses: dict[str, dict[int, float]] = {}
+    for line in ROWS.read_text().splitlines() if ROWS.exists() else []:
+        row = json.loads(line)
+        if row["task"] == task:
+            losses.setdefault(row["idea"], {})[row["seed"]] = row["val_loss"]
+    base = losses.get("base", {})
+    print(f"{task}: {sum(base.values()) / max(1, len(base)):.4f} nats per token ({len(base)} seeds)")
+    for idea in sorted(losses, key=lambda name: sum(losses[name].values()) / len(losses[name])):
+        found = paired_difference(losses[idea], base)
+        if idea == "base" or found is None:
+            continue
+        same = equivalence(list(found.by_seed.values()), MARGIN)
+        p = math.nan if found.p_value is None else found.p_value
+        equal = math.nan if same is None else same.p_value
+        print(f"  {idea:26} {found.mean:+.4f}, p {p:.3f}, equivalence p {equal:.3f} ({len(found.by_seed)} seeds)")
+
+
+if __name__ == "__main__":
+    main()
