@@ -77,10 +77,10 @@ def main() -> None:
     config, machine = find_machine(resolved, options.device, processes)
     chosen = None
     if resolved.is_open:
-        if options.device:
-            raise UserError(
-                "--device: shapes are chosen by steps that are timed here; leave it out, or add a --config."
-            )
+        for option in ("device", "tokens_per_second"):
+            if getattr(options, option):
+                how = "the minutes choose by steps that are timed here; leave it out, or add --config small"
+                raise UserError(f"--{option}: {how}.")
         chosen = choose(ResolvedConfig(config, resolved.sources), accelerate_processes().device, processes)
         config = config.replace(**chosen.values)
         if not options.json:

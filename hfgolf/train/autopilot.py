@@ -30,7 +30,7 @@ from hfgolf.optim.layout import layout
 from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import peak_flops, synchronize
 from hfgolf.system.ranks import decide, gather
-from hfgolf.system.wording import count_of, labeled, rounded
+from hfgolf.system.wording import count_of, duration, labeled, rounded
 from hfgolf.train.build import build_model
 from hfgolf.train.decisions import free_bytes
 from hfgolf.train.law import Shape, Text, bits_per_byte, heads_of, layers_of, rates_of, tokens_per_step_of
@@ -40,7 +40,7 @@ VOCABULARIES = (512, 1024, 2048, 4096, 8192, 16384)
 DROPOUTS = (0.0, 0.1, 0.2)
 LENGTHS = tuple(round(2_000 * 1.25**power) for power in range(90))  # of a training, in tokens
 SHARE_OF_STEPS = 0.93  # of the minutes; evaluations and saves take the rest
-EVALUATIONS = 10
+EVALUATIONS, EVALUATION_SECONDS = 10, 8.0  # at most so many, so far apart: one with its sample takes half a second
 FEW_WEIGHTS, TOKENS_PER_WEIGHT = 5_000_000, 10  # the law knows no larger models: with more, as many tokens for each
 MIN_STEPS = 100  # the law knows no shorter training: if the minutes allow no more, it is the smallest shape
 READ_BYTES = 50_000_000
@@ -56,6 +56,8 @@ class Choice:
     shape: Shape
     tokens_per_step: int
     tokens: float
+    seconds: float
+    """Of all its steps."""
     is_whole: bool
     """Whether the training takes all of the minutes."""
     bits_per_byte: float
@@ -198,7 +200,7 @@ def _possible_sizes(config: RunConfig, open_keys: set[str], text: Text, num_proc
         is_deep = "model.num_hidden_layers" in open_keys
         shape = Shape(width, layers_of(width) if is_deep else model.num_hidden_layers, vocabulary, model.dropout)
         try:
-            config.replace(**_values(config, Choice(shape, step, step, True, math.inf), open_keys))
+            config.replace(**_values(config, Choice(shape, step, step, math.inf, True, math.inf), open_keys))
             possible.append(shape)
         except UserError as error:
             refused = refused or error
@@ -258,7 +260,7 @@ def _choices(
             is_known = is_last_resort or (is_small and reached >= MIN_STEPS * step)
             is_possible = is_known and reached >= step
             loss = bits_per_byte(text, shape, reached, step) if is_possible else math.inf
-            yield Choice(shape, step, max(reached, step), tokens == whole, loss)
+            yield Choice(shape, step, max(reached, step), reached / step * step_seconds, tokens == whole, loss)
 
 
 def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str, Any]:
@@ -279,7 +281,7 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
         "optim.adamw_learning_rate": float(f"{adamw:.2g}"),
         "train.max_tokens": None if choice.is_whole else round(choice.tokens / step) * step,
         "schedule.warmup_steps": min(20, int(steps / 10)),
-        "train.eval_every_steps": max(1, round(steps / EVALUATIONS)),
+        "train.eval_every_steps": max(1, round(steps / min(EVALUATIONS, max(1, choice.seconds / EVALUATION_SECONDS)))),
     }
     return {key.replace(".", "__"): value for key, value in values.items() if key in open_keys}
 
@@ -342,7 +344,7 @@ def _described(best: Choice, others: Mapping[str, Choice]) -> list[str]:
     what = f"{count_of(shape.layers, 'layer')} of width {shape.width}, {_vocabulary(shape)}"
     what += f", dropout {shape.dropout:g}" if shape.dropout else ""
     length = f"{rounded(best.tokens)} tokens in steps of {best.tokens_per_step:,}"
-    length += "" if best.is_whole else ", with which this text is used up"
+    length += "" if best.is_whole else f", which use up this text in {duration(best.seconds)}"
     found = [
         f"{name} {other.bits_per_byte / best.bits_per_byte - 1:+.1%}"
         for name, other in others.items()
