@@ -14,6 +14,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ SHARE_OF_STEPS = 0.93  # of the minutes; evaluations and saves take the rest
 EVALUATIONS, EVALUATION_SECONDS = 10, 8.0  # at most so many, so far apart: one with its sample takes half a second
 FEW_WEIGHTS, TOKENS_PER_WEIGHT = 5_000_000, 10  # the law knows no larger models: with more, as many tokens for each
 MIN_STEPS = 100  # the law knows no shorter training: if the minutes allow no more, it is the smallest shape
-READ_BYTES = 50_000_000
+READ_BYTES = 20_000_000
 SAMPLE_BYTES = 2_000_000
 MAX_TIMED, TIMED_SECONDS, MAX_TIMES = 4, 1.0, 50  # shapes, and of each
 ASSUMED_MFU = 0.3  # of the first shape that is timed
@@ -162,10 +163,9 @@ def measure_text(config: RunConfig, open_keys: set[str]) -> Text:
     data, tokenizer = config.data, config.tokenizer
     with tempfile.TemporaryDirectory() as scratch:
         blocks, num_bytes = load_corpus(data).train_start(READ_BYTES, Path(scratch))
-    share = min(1.0, num_bytes / sum(len(block.encode()) for block in blocks))  # the rest is held out
-    blocks = blocks[: max(1, round(share * len(blocks)))]
     sample = blocks[:: max(1, math.ceil(sum(map(len, blocks)) / SAMPLE_BYTES))]
     joined = "".join(sample)
+    found_density = ThreadPoolExecutor(1).submit(density, joined)  # which takes as long as the vocabularies
     sample_bytes = len(joined.encode())
     if tokenizer.kind == "char":
         ratios = {256 + len({c for block in blocks for c in block if c > "\x7f"}): len(joined) / sample_bytes}
@@ -179,7 +179,7 @@ def measure_text(config: RunConfig, open_keys: set[str]) -> Text:
         if is_any and (num_bytes < FEW_BYTES or tokenizer.kind == "byte" or not ratios):
             ratios |= {256: 1.0}
         ratios = ratios or {size: 0.5}  # which the text does not support, as the tokenizer will say
-    return Text(num_bytes, density(joined), ratios)
+    return Text(num_bytes, found_density.result(), ratios)
 
 
 def density(text: str) -> float:
