@@ -62,6 +62,7 @@ class Corpus:
             reading["before_answer"] = before
         if any(file.endings[0] == ".tar" for file in self.files):
             reading["tar_kinds_sha256"] = hashlib.sha256(" ".join(KNOWN).encode()).hexdigest()
+            reading["tar_pairs"] = "KEY.*txt"
         return reading
 
     def write_pieces(self, folder: Path) -> dict[str, Dataset]:
