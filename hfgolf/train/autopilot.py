@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +196,7 @@ def _possible_sizes(config: RunConfig, open_keys: set[str], text: Text, num_proc
     """
     model, refused = config.model, None
     widths = WIDTHS if "model.hidden_size" in open_keys else (model.hidden_size,)
-    possible, step = list[Shape](), _step_of(config, open_keys, 0, num_processes)
+    possible, step = list[Shape](), _step_of(config, open_keys, num_processes)
     for width, vocabulary in itertools.product(widths, text.tokens_per_byte):
         is_deep = "model.num_hidden_layers" in open_keys
         shape = Shape(width, layers_of(width) if is_deep else model.num_hidden_layers, vocabulary, model.dropout)
@@ -209,7 +210,7 @@ def _possible_sizes(config: RunConfig, open_keys: set[str], text: Text, num_proc
     return possible
 
 
-def _step_of(config: RunConfig, open_keys: set[str], tokens: float, num_processes: int) -> int:
+def _step_of(config: RunConfig, open_keys: set[str], num_processes: int, tokens: float = 0.0) -> int:
     """Return the tokens of a step of a training of so many, which micro-batches divide."""
     batch = config.batch
     if "batch.tokens_per_step" not in open_keys:
@@ -221,14 +222,10 @@ def _step_of(config: RunConfig, open_keys: set[str], tokens: float, num_processe
 
 def _stated_tokens(config: RunConfig, open_keys: set[str], text: Text, step: int, vocabulary: int) -> float:
     """Return the tokens after which the config ends the training, apart from the minutes."""
-    train, limits = config.train, [math.inf]
-    if train.max_steps is not None:
-        limits.append(train.max_steps * step)
-    if train.max_epochs is not None:
-        limits.append(train.max_epochs * text.num_bytes * text.tokens_per_byte[vocabulary])
-    if train.max_tokens is not None and "train.max_tokens" not in open_keys:
-        limits.append(train.max_tokens)
-    return min(limits)
+    train, text_tokens = config.train, text.num_bytes * text.tokens_per_byte[vocabulary]
+    stated = None if "train.max_tokens" in open_keys else train.max_tokens
+    limits = (train.max_steps and train.max_steps * step, train.max_epochs and train.max_epochs * text_tokens, stated)
+    return min(filter(None, limits), default=math.inf)
 
 
 def _choices(
@@ -238,13 +235,10 @@ def _choices(
     seconds = SHARE_OF_STEPS * 60 * (config.train.max_minutes or math.inf)
     dropouts = DROPOUTS if "model.dropout" in open_keys else (config.model.dropout,)
     lengths = LENGTHS[::-1] if "train.max_tokens" in open_keys else ()
-
-    def step_of(tokens: float) -> int:
-        return _step_of(config, open_keys, tokens, num_processes)
-
+    step_of = partial(_step_of, config, open_keys, num_processes)
     for size, dropout in itertools.product(sizes, dropouts):
         shape = dataclasses.replace(size, dropout=dropout)
-        step, whole = step_of(0), 0.0
+        step, whole = step_of(), 0.0
         while True:  # larger steps are faster on a GPU, and a longer training takes larger steps
             limit = _stated_tokens(config, open_keys, text, step, shape.vocabulary)
             whole = min(seconds / speed.seconds(shape, step) * step, limit)
