@@ -164,7 +164,7 @@ class Corpus:
             if num_bytes > max_bytes:
                 is_whole = False
                 break
-        is_cut |= is_whole and not has_val_files and not all(splits.values())  # as write_pieces does it
+        is_cut |= not has_val_files and not all(splits.values())  # as write_pieces does it
         blocks = splits["train"] + (splits["val"] if is_cut else [])
         self.require_text("train", len(blocks))
         if is_whole and not is_cut:

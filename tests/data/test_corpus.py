@@ -348,3 +348,7 @@ def test_start_of_the_training_text_and_its_bytes(tmp_path, write, files_config)
     assert num_bytes == 2_500_000 and 10**6 < len("".join(start)) < 1.2 * 10**6
     start, num_bytes = load_corpus(data).train_start(10**6, tmp_path)
     assert start == train and 0 < num_bytes == sum(map(len, train)) < sum(map(len, parts.values()))
+    held = [load_corpus(data).hashed_split(file.name) for file in load_corpus(data).files].index("val")
+    first_is_val = load_corpus(files_config(*paths[held:], val_fraction=0.2, split="documents"))
+    assert [first_is_val.hashed_split(file.name) for file in first_is_val.files][:1] == ["val"]
+    assert first_is_val.train_start(1, tmp_path)[0], "it tells what the text is like"
