@@ -44,8 +44,6 @@ def main() -> None:
     run_options += unknown
     if arguments.runs and run_options:
         raise UserError(f"--runs: only reads runs, so {run_options[0].partition('=')[0]} has no effect; remove it.")
-    if any(option.startswith(("--launcher", "--slurm")) for option in run_options):
-        raise UserError("--slurm is gone: start a SLURM array of `hfgolf train`, and compare its runs with --runs.")
     if not arguments.runs and len(arguments.paths) > 1:
         raise UserError(f"{arguments.paths[1]}: only one definition is allowed; to compare run folders, add --runs.")
     experiment = None if arguments.runs else load_experiment(arguments.paths[0])

@@ -31,13 +31,6 @@ ITEMS = {  # of TrainingMemory, whose other items are named as they are
     "backward": "backward pass",
 }
 
-GONE = {
-    **dict.fromkeys(
-        ("--measure", "--mfu"), "is gone; hfgolf profile measures the speed: give it as --tokens_per_second"
-    ),
-    "--price_per_hour": "is now --run.price_per_hour",
-}
-
 
 def main() -> None:
     parser = ScriptParser(
@@ -54,8 +47,6 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, run_options = parser.parse_known_args()
-    for option in GONE.keys() & {text.partition("=")[0] for text in run_options}:
-        raise UserError(f"{option}: {GONE[option]}.")
     resolved = load_config(run_options)
 
     from hfgolf.commands.needs import (
