@@ -25,8 +25,9 @@ import torch
 from hfgolf import api
 from hfgolf.config.parse import AUTOPILOT, load_config
 from hfgolf.train.autopilot import EVALUATIONS, SHARE_OF_STEPS, VOCABULARIES, choose, seconds_per_step
+from hfgolf.train.decisions import decide
 from hfgolf.train.law import heads_of, layers_of, rates_of
-from hfgolf.train.setup import _decide, _set_up_process
+from hfgolf.train.process import processes, share_of_cores, tune_memory
 
 ROWS = Path(__file__).parent / "proof.jsonl"
 JOBS, CLAIMS = Path("proof_jobs.jsonl"), Path("proof_claims")
@@ -103,8 +104,9 @@ def _vocabulary(entries: int) -> dict[str, Any]:
 def jobs_of(text: Path, minutes: float) -> list[dict[str, Any]]:
     """Return the runs for a text and minutes, each with the steps that it makes in them by the time of its step."""
     resolved = load_config([str(text)], values={"train.max_minutes": minutes})
-    decisions = _decide(resolved, None)
-    device = _set_up_process(decisions).device
+    decisions, device = decide(resolved, {}), processes().device
+    torch.set_num_threads(share_of_cores(1))
+    tune_memory(decisions.config)
     chosen = choose(decisions, device, 1).values
     choice = {key: chosen[key.replace(".", "__")] for key in RECORDED}
     jobs = []

@@ -5,11 +5,9 @@ and PNG: means, paired differences with p-values, and the steps and seconds to r
 """
 
 import logging
-import re
 import shlex
 import shutil
 import sys
-import textwrap
 from pathlib import Path
 
 from hfgolf.commands.options import MARK, ScriptParser, check_output, within
@@ -46,8 +44,6 @@ def main() -> None:
     run_options += unknown
     if arguments.runs and run_options:
         raise UserError(f"--runs: only reads runs, so {run_options[0].partition('=')[0]} has no effect; remove it.")
-    if any(option.startswith(("--launcher", "--slurm")) for option in run_options):
-        raise UserError("--slurm is gone: start a SLURM array of `hfgolf train`, and compare its runs with --runs.")
     if not arguments.runs and len(arguments.paths) > 1:
         raise UserError(f"{arguments.paths[1]}: only one definition is allowed; to compare run folders, add --runs.")
     experiment = None if arguments.runs else load_experiment(arguments.paths[0])
@@ -56,7 +52,7 @@ def main() -> None:
     )
     planned = [] if experiment is None else plan_runs(experiment, output_dir, run_options)
 
-    from hfgolf.compare.comparison import compare_experiment, compare_outcomes, to_markdown
+    from hfgolf.compare.comparison import compare_experiment, compare_outcomes, to_markdown, to_terminal
     from hfgolf.compare.launch import run_missing
     from hfgolf.compare.outcome import group_by_arm, read_outcome, read_outcomes
     from hfgolf.compare.plot import draw
@@ -78,29 +74,8 @@ def main() -> None:
         failed = run_missing(planned, arguments.jobs)
         outcomes, failures = read_outcomes(planned, failed)
         comparison = compare_experiment(experiment, command, outcomes, failures, margin)
-    page = to_markdown(comparison)
     write_text(Path(f"{results}.json"), comparison.to_json())
-    write_text(Path(f"{results}.md"), f"{page}\n{MARK}\n")
+    write_text(Path(f"{results}.md"), f"{to_markdown(comparison)}\n{MARK}\n")
     draw(comparison, outcomes, Path(f"{results}.png"), experiment)
-    logging.getLogger("hfgolf").info("\n%s\n\nwrote %s.json, .md and .png", _for_a_terminal(page), results)
-
-
-def _for_a_terminal(page: str) -> str:
-    """Return a page of Markdown for eyes: its table in columns, its paragraphs wrapped, without marks and pictures.
-
-    The table has no range of losses, and short titles, so that it is about 110 characters wide.
-    """
-    from hfgolf.golf.table import aligned
-
-    width, parts = min(110, shutil.get_terminal_size((110, 24)).columns), []
-    for part in re.sub(r"`([^`\n]*)`|\*\*", r"\1", page).strip().split("\n\n"):
-        if part.startswith("|"):
-            header, _, *rows = ([cell.strip() for cell in line[1:-1].split("|")] for line in part.splitlines())
-            titles = [re.sub(" to the baseline's loss| within .*", "", title) for title in header]
-            lines = [[*line[:3], *line[4:]] for line in (titles, *rows)]
-            parts.append(aligned(lines, "lrrrllll" + "l" * (len(header) - 9)))
-        elif not part.startswith("!["):
-            is_command = part.startswith("Repeat it: ")  # to copy
-            wrapped = (textwrap.fill(line, width) for line in part.removeprefix("# ").splitlines())
-            parts.append(part if is_command else "\n".join(wrapped))
-    return "\n\n".join(parts)
+    shown = to_terminal(comparison, min(110, shutil.get_terminal_size((110, 24)).columns))
+    logging.getLogger("hfgolf").info("\n%s\n\nwrote %s.json, .md and .png", shown, results)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from hfgolf.commands.options import ScriptParser, bounded, bounded_bytes, check_output
 from hfgolf.run.find_model import find_model
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import duration
+from hfgolf.system.wording import aligned, duration
 
 if TYPE_CHECKING:
     from hfgolf.golf.export import Exported
@@ -86,7 +86,7 @@ def main() -> int:
 
 def _text(exported: Exported) -> str:
     """Return the files, where their bytes are, and the score; bits per byte only if the certificate holds."""
-    from hfgolf.golf.table import aligned, table_text
+    from hfgolf.golf.table import table_text
 
     quantized, ledger = exported.quantized, exported.ledger
     if quantized is None:

@@ -7,7 +7,6 @@ up to 0.4 M weights, and is an assumption anywhere else.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import math
@@ -48,10 +47,7 @@ def main() -> None:
     parser.add_argument("--code_bytes", **bounded_bytes(0, 10**9, "of the packed program", CODE_BYTES))
     parser.add_argument("--count", **bounded(1, 1000, "shapes to print", 10))
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--runs", nargs="*", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.runs is not None:
-        raise UserError("--runs: is gone, and so is the law that it fitted to runs; leave it out.")
     vocabularies = _parse_vocabularies(arguments.bytes_per_token) if arguments.bytes_per_token else BYTES_PER_TOKEN
     speed = None
     if arguments.minutes:

@@ -31,13 +31,6 @@ ITEMS = {  # of TrainingMemory, whose other items are named as they are
     "backward": "backward pass",
 }
 
-GONE = {
-    **dict.fromkeys(
-        ("--measure", "--mfu"), "is gone; hfgolf profile measures the speed: give it as --tokens_per_second"
-    ),
-    "--price_per_hour": "is now --run.price_per_hour",
-}
-
 
 def main() -> None:
     parser = ScriptParser(
@@ -54,8 +47,6 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     options, run_options = parser.parse_known_args()
-    for option in GONE.keys() & {text.partition("=")[0] for text in run_options}:
-        raise UserError(f"{option}: {GONE[option]}.")
     resolved = load_config(run_options)
 
     from hfgolf.commands.needs import (
@@ -77,10 +68,10 @@ def main() -> None:
     config, machine = find_machine(resolved, options.device, processes)
     chosen = None
     if resolved.is_open:
-        if options.device:
-            raise UserError(
-                "--device: shapes are chosen by steps that are timed here; leave it out, or add a --config."
-            )
+        for option in ("device", "tokens_per_second"):
+            if getattr(options, option):
+                how = "the minutes choose by steps that are timed here; leave it out, or add --config small"
+                raise UserError(f"--{option}: {how}.")
         chosen = choose(ResolvedConfig(config, resolved.sources), accelerate_processes().device, processes)
         config = config.replace(**chosen.values)
         if not options.json:

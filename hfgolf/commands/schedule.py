@@ -14,6 +14,7 @@ from hfgolf.commands.options import ScriptParser, bounded, check_picture
 from hfgolf.config.parse import load_config
 from hfgolf.config.sections import RunConfig
 from hfgolf.system.errors import UserError, writing
+from hfgolf.system.wording import aligned
 
 STAND_INS = {  # one parameter of each kind; its name decides its rule and peak learning rate
     "matrix": "model.layers.0.mlp.up_proj.weight",
@@ -122,12 +123,11 @@ def values(
 
 def _table(total_steps: int, corners: dict[str, int], steps: Sequence[int], columns: dict[str, list[float]]) -> str:
     """Return one row per corner: its step, the fraction of the run before it, and the value of each column."""
-    rows = [("", "step", "run done", *columns)]
+    rows = [["", "step", "run done", *columns]]
     for name, step in corners.items():
         numbers = (f"{column[steps.index(step)]:.4g}" for column in columns.values())
-        rows.append((name, f"{step + 1:,}", f"{step / total_steps:.1%}", *numbers))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join("  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows)
+        rows.append([name, f"{step + 1:,}", f"{step / total_steps:.1%}", *numbers])
+    return aligned(rows, "l" + "r" * (len(rows[0]) - 1))
 
 
 @palette.style()

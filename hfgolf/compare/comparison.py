@@ -1,4 +1,4 @@
-"""A comparison of runs, as JSON and as a Markdown page: their statistics, and the caveats that a reader must know.
+"""A comparison of runs, as JSON, Markdown and text: their statistics, and the caveats that a reader must know.
 
 Most important: a difference that may be due to the seeds alone is called "within noise".
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 import statistics
+import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +20,7 @@ from hfgolf.compare.outcome import Outcome
 from hfgolf.compare.statistics import NOISE_P_VALUE, ArmResult, GridBest, arm_results, best_of_grid
 from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact, redact_values
-from hfgolf.system.wording import count_of, join_words
+from hfgolf.system.wording import aligned, count_of, join_words
 
 Outcomes = Mapping[str, Mapping[int, Outcome]]
 """{arm: {seed: finished run}}"""
@@ -146,19 +148,41 @@ def _distinct(values: Iterable[Any]) -> list[Any]:
 
 def to_markdown(comparison: Comparison) -> str:
     """Return the comparison as a Markdown page, secrets redacted. It shows the plot NAME.png in the same folder."""
+    what, *others = _paragraphs(comparison)
+    picture = f"![Validation loss over steps and over seconds]({comparison.name}.png)"
+    header, *rows = _rows(comparison)
+    lines = [f"| {' | '.join(cells)} |" for cells in (header, *([f"`{name}`", *cells] for name, *cells in rows))]
+    lines.insert(1, f"|{'---|' * len(header)}")
+    return redact("\n\n".join([f"# {comparison.name}", what, picture, "\n".join(lines), *others]) + "\n")
+
+
+def to_terminal(comparison: Comparison, width: int) -> str:
+    """Return the comparison for eyes: paragraphs of so many characters and columns without marks, secrets redacted.
+
+    The table has no range of losses, and short titles, so that it is about 110 characters wide.
+    """
+    what, *others = (re.sub(r"`([^`\n]*)`|\*\*", r"\1", text) for text in _paragraphs(comparison))
+    header, *rows = _rows(comparison)
+    titles = [re.sub(" to the baseline's loss| within .*", "", title) for title in header]
+    columns = aligned([[*line[:3], *line[4:]] for line in (titles, *rows)], "lrrrllll" + "l" * (len(header) - 9))
+
+    def wrapped(text: str) -> str:
+        is_command = text.startswith("Repeat it: ")  # to copy
+        return text if is_command else "\n".join(textwrap.fill(line, width) for line in text.splitlines())
+
+    return redact("\n\n".join([comparison.name, wrapped(what), columns, *map(wrapped, others)]))
+
+
+def _paragraphs(comparison: Comparison) -> list[str]:
     machines = [f"{machine.get('device')}, {machine.get('cores')} cores" for machine in comparison.hardware]
     versions = [f"torch {packages.get('torch')}, hfgolf {packages.get('hfgolf')}" for packages in comparison.packages]
     commits = [str(commit) for commit in comparison.commits]
-    parts = [
-        f"# {comparison.name}",
+    return [
         _what_is_compared(comparison),
-        f"![Validation loss over steps and over seconds]({comparison.name}.png)",
-        _table(comparison),
         *_remarks(comparison),
         f"Repeat it: `{comparison.command}`",
         f"Measured on {join_words(machines, last=' and ')}; {join_words(versions)}; commit {join_words(commits)}.",
     ]
-    return redact("\n\n".join(parts) + "\n")
 
 
 def _what_is_compared(comparison: Comparison) -> str:
@@ -177,26 +201,22 @@ def _what_is_compared(comparison: Comparison) -> str:
     return f"{text} Differences are from `{comparison.baseline}`, paired by seed; below 0 is better."
 
 
-def _table(comparison: Comparison) -> str:
-    lines = [
-        "| arm | mean | sd | lowest to highest | difference | p | verdict | steps to the baseline's loss | seconds |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    if comparison.margin:
-        lines = [f"{lines[0]} equivalent within {comparison.margin:g} nats |", f"{lines[1]}---|"]
+def _rows(comparison: Comparison) -> list[list[str]]:
+    """Return the titles of the columns, and the cells of each arm: the best first, those that failed last."""
+    header = ["arm", "mean", "sd", "lowest to highest", "difference", "p", "verdict"]
+    header += ["steps to the baseline's loss", "seconds"]
+    header += [f"equivalent within {comparison.margin:g} nats"] if comparison.margin else []
     finished = {name: arm for name, arm in comparison.arms.items() if arm.mean is not None}
+    rows = []
     for name in sorted(finished, key=lambda name: finished[name].mean or 0):
-        cells = [f"`{name}`", *_cells(comparison, name, finished[name])]
+        cells = [name, *_cells(comparison, name, finished[name])]
         if comparison.margin:
             found = finished[name].equivalence
             verdict = "" if found is None else "yes" if found.is_shown else "no" if found.is_refuted else "not shown"
             cells.append("" if found is None else f"{verdict} ({_stated(found.p_value)})")
-        lines.append(f"| {' | '.join(cells)} |")
-    columns = lines[1].count("---")
-    lines += [
-        f"| `{name}` | failed |" + " |" * (columns - 2) for name, arm in comparison.arms.items() if arm.mean is None
-    ]
-    return "\n".join(lines)
+        rows.append(cells)
+    failed = [name for name in comparison.arms if name not in finished]
+    return [header, *rows, *([name, "failed", *[""] * (len(header) - 2)] for name in failed)]
 
 
 def _cells(comparison: Comparison, name: str, arm: ArmResult) -> list[str]:

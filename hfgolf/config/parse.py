@@ -66,6 +66,7 @@ AUTOPILOT = (
 """The keys that train/autopilot.py decides for a text and minutes, where nobody states them: their source is auto."""
 _MEASURED: dict[str, tuple[str, ...]] = {
     "model.architecture": ("golf",),
+    "model.init_from": (),
     "optim.name": ("muon",),
     "data.source": ("files", "hub", "python_stdlib"),
     "data.ids_column": (),
@@ -276,24 +277,27 @@ def shipped_base(stated: Mapping[str, Any], may_choose: bool = True) -> Resolved
     """Return what begins without a config: small, or finetune for weights that exist, without their examples.
 
     stated: what a person states beside it. With train.max_minutes, the values of AUTOPILOT are open if they may be
-    chosen, unless it begins with other weights, or states a key of _MEASURED with another value.
+    chosen, unless it states a key of _MEASURED with another value: then one line says that the minutes choose nothing.
     Of finetune, the examples are its text, its model and the length of its sequences, for which the weights may be too
     short. Of small, they are its prompt, and its tokenizer, whose size depends on the text; a run that has another
     tokenizer keeps it. Of both, that they evaluate all of their small texts at the end.
     """
     starts_elsewhere = stated.get("model.init_from") is not None
     name = "finetune" if starts_elsewhere else "small"
+    has_minutes = stated.get("train.max_minutes") is not None
+    unknown = [f"{key} {value}" for key, known in _MEASURED.items() if (value := stated.get(key)) not in (None, *known)]
+    if has_minutes and may_choose and unknown:
+        why = f"shape and rates are not chosen with {join_words(unknown)}"
+        _say_once(f"train.max_minutes only limits this run: {why}, so they are those of {name}, or stated")
     of_weights = ("data.", "model.", "batch.sequence_length")
     examples = of_weights if starts_elsewhere else ("train.sample_prompt", "tokenizer.", "run.")
     shipped = load_config([f"--config={CONFIGS / name}.yaml"])
     sources = {key: name for key in shipped.sources if not key.startswith((*examples, "train.final_eval_tokens"))}
     if starts_elsewhere:
         return ResolvedConfig(shipped.config, sources)
-    if stated.get("train.max_minutes") is None:
-        return ResolvedConfig(shipped.config, sources | {"tokenizer.kind": "auto"})
-    del sources["train.max_steps"]
-    is_measured = all(stated.get(key) in (None, *known) for key, known in _MEASURED.items())
-    open_keys = AUTOPILOT if may_choose and is_measured else ["tokenizer.kind"]
+    if has_minutes:
+        del sources["train.max_steps"]
+    open_keys = AUTOPILOT if has_minutes and may_choose and not unknown else ["tokenizer.kind"]
     return ResolvedConfig(shipped.config, sources | dict.fromkeys(open_keys, "auto"))
 
 

@@ -62,6 +62,7 @@ class Corpus:
             reading["before_answer"] = before
         if any(file.endings[0] == ".tar" for file in self.files):
             reading["tar_kinds_sha256"] = hashlib.sha256(" ".join(KNOWN).encode()).hexdigest()
+            reading["tar_pairs"] = "KEY.*txt"
         return reading
 
     def write_pieces(self, folder: Path) -> dict[str, Dataset]:
@@ -147,31 +148,36 @@ class Corpus:
             val.end_document()
 
     def train_start(self, max_bytes: int, scratch: Path) -> tuple[list[str], float]:
-        """Return the first max_bytes of the training text in blocks, and the bytes of all of it.
+        """Return the training text among the first max_bytes of the text, in blocks, and the bytes of all of it.
 
         Of a larger text, the bytes follow from the sizes of its files, so they are too few if these are compressed;
         those of a dataset of the Hub are infinity. scratch: a folder for files that must be unpacked first. Raises
         UserError if text cannot be read or there is none.
         """
         splits: dict[str, list[str]] = {split: [] for split in SPLITS}
-        num_bytes, is_cut = 0, self.data.split == "contiguous" and not self.data.val_files
-        for _, split, content in self._documents(scratch):
-            found = [block for block in content if block] if split != "val" or not self.data.val_files else []
-            splits["train" if is_cut or split != "val" else "val"] += found
-            num_bytes += sum(len(block.encode()) for block in found)
+        has_val_files, num_bytes, is_whole = bool(self.data.val_files), 0, True
+        is_cut = self.data.split == "contiguous" and not has_val_files
+        documents = (document for document in self._documents(scratch) if document[1] != "val" or not has_val_files)
+        for split, block in ((split, block) for _, split, content in documents for block in content if block):
+            splits["train" if is_cut or split != "val" else "val"].append(block)
+            num_bytes += len(block.encode())
             if num_bytes > max_bytes:
+                is_whole = False
                 break
-        else:
-            is_cut |= not self.data.val_files and not all(splits.values())  # as write_pieces does it
-            blocks = splits["train"] + (splits["val"] if is_cut else [])
-            self.require_text("train", len(blocks))
-            whole = sum(len(block.encode()) for block in blocks)
-            return blocks, whole * (1 - self.data.val_fraction if is_cut else 1.0)
-        blocks = splits["train"]
-        if not self.files or self.data.max_documents is not None:
+        is_cut |= not has_val_files and not all(splits.values())  # as write_pieces does it
+        blocks = splits["train"] + (splits["val"] if is_cut else [])
+        self.require_text("train", len(blocks))
+        if is_whole and not is_cut:
+            return blocks, sum(len(block.encode()) for block in blocks)
+        if not is_whole and (not self.files or self.data.max_documents is not None):
             return blocks, math.inf
-        on_disk = sum(file.path.stat().st_size for file in self.files if file.split != "val")
-        return blocks, max(num_bytes, on_disk * (1.0 if self.data.val_files else 1 - self.data.val_fraction))
+        on_disk = 0 if is_whole else sum(file.path.stat().st_size for file in self.files if file.split != "val")
+        whole = left = int((1.0 if has_val_files else 1 - self.data.val_fraction) * max(num_bytes, on_disk))
+        kept = []
+        for block in blocks:
+            kept.append(block.encode()[:left])
+            left -= len(kept[-1])
+        return [block.decode(errors="ignore") for block in kept if block], whole
 
     def hashed_split(self, name: str) -> str:
         """Return the split of a document, which depends on its name alone."""

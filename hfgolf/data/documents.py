@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -74,18 +74,24 @@ def read_file(file: SourceFile, data: DataSection, scratch: Path, skipped: list[
 
 
 def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: list[str]) -> Iterator[Document]:
-    """Yield the documents of an archive's members of a known kind, or of its only member whatever its name.
+    used = _used_members(file, content_column(data), file.path.stat().st_mtime_ns)
+    for number, _, _, opener in _visible(file):
+        if number in used:
+            require_text(used[number], "data.files")
+            yield from _read(used[number], opener, data, scratch, skipped)
+
+
+@lru_cache(maxsize=16)  # to find them takes a pass over the archive
+def _used_members(file: SourceFile, column: Column, changed_at: int) -> dict[int, SourceFile]:
+    """Return {number: member} of an archive's members of a known kind, or of its only member whatever its name.
 
     Nothing is unpacked by its name. Of a name that appears twice, the last member counts.
     """
-    column = content_column(data)
-    entries, about = [], set()
-    for number, (name, size, opener) in enumerate(members_of(file)):
-        entries.append((name, size))
-        if size and file.endings[0] == ".tar" and _may_be_about_text(SourceFile(name, Path(name)), opener, column):
+    last, sizes, about = dict[str, int](), dict[int, int](), set()
+    for number, name, size, opener in _visible(file):
+        last[name], sizes[number] = number, size
+        if file.endings[0] == ".tar" and _may_be_about_text(SourceFile(name, Path(name)), opener, column):
             about.add(number)
-    filled = ((number, name) for number, (name, size) in enumerate(entries) if size)
-    last = {name: number for number, name in filled if not _HIDDEN.search(name)}
     used: dict[int, SourceFile] = {}
     for name, number in last.items():
         member = SourceFile(f"{file.name}/{name}", Path(f"{file.path}/{name}"), file.split)
@@ -93,20 +99,24 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: l
             used[number] = member
     if not used:
         raise UserError(f"{file.path} holds no file of a known kind (docs/data.md lists them); unpack it.")
-    texts = {_stem(member) for member in used.values() if member.endings[0] not in TABLES}
-    beside = {number for number, member in used.items() if number in about and _stem(member) in texts}
+    texts = [_stem(member) for member in used.values() if member.endings[0] not in TABLES]
+    keys = {text[: dot.start()] for text in texts for dot in re.finditer(r"\.(?=[^/]*$)|$", text)}
+    beside = {number for number, member in used.items() if number in about and _stem(member) in keys}
     reasons = {
         "other kind": [name for name, number in last.items() if number not in used],
         "about a text": [name for name, number in last.items() if number in beside],
     }
     used = {number: member for number, member in used.items() if number not in beside}
     log_skipped("data.files", str(file.path), len(used), reasons)
-    optional = optional_kinds((member.endings[0], entries[number][1]) for number, member in used.items())
-    for number, (_, _, opener) in enumerate(members_of(file)):
-        if number in used:
-            member = replace(used[number], is_optional=used[number].endings[0] in optional)
-            require_text(member, "data.files")
-            yield from _read(member, opener, data, scratch, skipped)
+    optional = optional_kinds((member.endings[0], sizes[number]) for number, member in used.items())
+    return {number: replace(member, is_optional=member.endings[0] in optional) for number, member in used.items()}
+
+
+def _visible(file: SourceFile) -> Iterator[tuple[int, str, int, Opener]]:
+    """Yield the number, name, bytes and opener of the members of an archive that hold something and are not hidden."""
+    for number, (name, size, opener) in enumerate(members_of(file)):
+        if size and not _HIDDEN.search(name):
+            yield number, name, size, opener
 
 
 def newer_kinds(file: SourceFile) -> set[str]:
@@ -114,7 +124,7 @@ def newer_kinds(file: SourceFile) -> set[str]:
 
     For members with . or .. in their names, it is "./".
     """
-    names = {name for name, size, _ in members_of(file) if size and not _HIDDEN.search(name)}
+    names = {name for _, name, _, _ in _visible(file)}
     kinds = {SourceFile(name, Path(name)).endings[0] for name in names} if len(names) > 1 else set()
     return kinds & {*TEXTS} - {*FIRST_TEXTS} | {"./" for name in names if re.search(r"(^|/)\.\.?/", name)}
 
@@ -126,7 +136,7 @@ def _stem(member: SourceFile) -> str:
 
 
 def _may_be_about_text(member: SourceFile, opener: Opener, column: Column) -> bool:
-    """Return whether a member is one JSON object that holds no rows, as in webdataset: KEY.json is about KEY.txt."""
+    """Return whether a member is one JSON object that holds no rows, as in webdataset: KEY.json is about KEY.*txt."""
     ending, compression = member.endings
     if ending != ".json" or column.key != "text_column":
         return False
@@ -200,7 +210,8 @@ def _text_blocks(file: SourceFile, opener: Opener, encoding: str | None) -> Iter
         name, advice = encoding or error.encoding, "restore it, or find its encoding and set data.encoding to it"
         if error.encoding == "utf-8":
             name = "UTF-8"
-            advice = _other_encoding(error) if encoding is None else "restore it, or convert it to UTF-8 by `iconv`"
+            is_damaged = encoding is None or _utf8_share(error.object) > 0.9
+            advice = _other_encoding(error) if is_damaged else "restore it, or convert it to UTF-8 by `iconv`"
         raise UserError(f"{file.path} is not {name} (byte {offset}: {error.reason}); {advice}.") from error
     except Exception as error:  # each compression library has its own exceptions for a damaged file
         raise unreadable(file, error) from error
@@ -242,10 +253,18 @@ class _Decoder:
         try:
             text = codecs.getincrementaldecoder("utf-8")().decode(block, is_final)
         except UnicodeDecodeError:
+            if _utf8_share(block) > 0.9:
+                raise
             return self._named
         if text.isascii() and not codecs.lookup(self._named).name.startswith("utf"):
             return None
         return self._named if text.isascii() and "\0" in text else "utf-8"
+
+
+def _utf8_share(block: bytes) -> float:
+    """Return the share of the bytes beyond ASCII, of which there are some, that are of whole characters of UTF-8."""
+    good = sum(len(character.encode()) for character in block.decode("utf-8", "ignore") if character >= "\x80")
+    return good / sum(byte >= 0x80 for byte in block)
 
 
 def _other_encoding(error: UnicodeDecodeError) -> str:
@@ -254,8 +273,7 @@ def _other_encoding(error: UnicodeDecodeError) -> str:
     if error.reason == "unexpected end of data":
         return "its last character is cut, or in another encoding; restore the end of the file, or set data.encoding"
     high = [byte for byte in block if byte >= 0x80]
-    good = sum(len(character.encode()) for character in block.decode("utf-8", "ignore") if character >= "\x80")
-    if good > len(high) / 2:
+    if _utf8_share(block) > 0.5:
         return "most of it is UTF-8, so these bytes are damaged; `iconv -c -f UTF-8 -t UTF-8 OLD > NEW` leaves them out"
     if block.count(0) > len(block) / 100:
         return "it is probably not text; remove it"

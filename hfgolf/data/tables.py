@@ -133,7 +133,8 @@ def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row
 def _unwrapped(objects: _JsonObjects, path: Path, column: Column) -> tuple[bool, Iterator[_Object]]:
     """Return whether the objects are rows, and the rows: of a lone object, those in its list.
 
-    A lone object without the column, such as a package.json, holds rows if there are at least as many as it has keys.
+    A lone object without the column, such as a composer.lock, has rows if there are at least as many as it has keys, in
+    one list or under all keys.
     """
     rest = iter(objects)
     begin = list(itertools.islice(rest, 2))
@@ -145,7 +146,7 @@ def _unwrapped(objects: _JsonObjects, path: Path, column: Column) -> tuple[bool,
         found = [name for name, rows in lists.items() if any(column.find(row) for row in rows)]
         if len(found) > 1:
             raise UserError(f"{path} holds several lists of rows ({_listed(found)}); write one of them to the file.")
-        is_table |= sum(map(len, lists.values())) >= len(value) > 0
+        is_table |= len(lists) in (1, len(value)) and sum(map(len, lists.values())) >= len(value) > 0
         if found or (len(lists) == 1 and not {*lists} & {*_KEYS}):
             return is_table, ((line, row) for row in lists[(found or [*lists])[0]])
     return is_table, itertools.chain(begin, rest)

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hfgolf.golf.artifact import TensorBytes
 from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.grid import Quantized, entropy_bits
+from hfgolf.system.wording import aligned
 
 HIGH_KURTOSIS = 10.0
 FEW_LEVELS = 5
@@ -107,18 +108,6 @@ def table_text(rows: Sequence[Row]) -> str:
         name = row["name"].removeprefix("model.").removesuffix(".weight")
         lines.append([name, *(format(row[column.key], column.format) for column in COLUMNS)])
     return aligned(lines, "l" + "r" * len(COLUMNS))
-
-
-def aligned(lines: list[list[str]], sides: str) -> str:
-    """Return columns of text. sides: l or r for each column."""
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if side == "r" else cell.ljust(width)
-            for cell, width, side in zip(line, widths, sides, strict=True)
-        ).rstrip()
-        for line in lines
-    )
 
 
 def _row(

@@ -110,3 +110,15 @@ def one_line(error: object) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or the name of its type if it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def aligned(lines: list[list[str]], sides: str) -> str:
+    """Return columns of text. sides: l or r for each column."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if side == "r" else cell.ljust(width)
+            for cell, width, side in zip(line, widths, sides, strict=True)
+        ).rstrip()
+        for line in lines
+    )

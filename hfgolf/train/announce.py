@@ -41,6 +41,10 @@ def announce_device(decisions: Decisions, accelerator: Accelerator) -> None:
             " `torchrun --nproc_per_node %d -m hfgolf train`",
             *[asked] * 3,
         )
+    gpus = torch.cuda.device_count() if accelerator.device.type == "cuda" else 1
+    if accelerator.num_processes == 1 and gpus > 1:
+        advice = f"`accelerate launch --num_processes {gpus} -m hfgolf train`"
+        logger.warning("device: one of %d GPUs trains; for all of them, start with %s", gpus, advice)
     if (precision, source) == ("no", "accelerate") and fast_product_dtype(accelerator.device) == torch.bfloat16:
         logger.warning(
             "precision: accelerate's mixed_precision no means fp32; bf16 is fast on this machine:"

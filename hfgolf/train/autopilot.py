@@ -14,7 +14,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from hfgolf.optim.layout import layout
 from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import peak_flops, synchronize
 from hfgolf.system.ranks import decide, gather
-from hfgolf.system.wording import count_of, labeled, rounded
+from hfgolf.system.wording import count_of, duration, labeled, rounded
 from hfgolf.train.build import build_model
 from hfgolf.train.decisions import free_bytes
 from hfgolf.train.law import Shape, Text, bits_per_byte, heads_of, layers_of, rates_of, tokens_per_step_of
@@ -40,10 +42,10 @@ VOCABULARIES = (512, 1024, 2048, 4096, 8192, 16384)
 DROPOUTS = (0.0, 0.1, 0.2)
 LENGTHS = tuple(round(2_000 * 1.25**power) for power in range(90))  # of a training, in tokens
 SHARE_OF_STEPS = 0.93  # of the minutes; evaluations and saves take the rest
-EVALUATIONS = 10
+EVALUATIONS, EVALUATION_SECONDS = 10, 8.0  # at most so many, so far apart: one with its sample takes half a second
 FEW_WEIGHTS, TOKENS_PER_WEIGHT = 5_000_000, 10  # the law knows no larger models: with more, as many tokens for each
 MIN_STEPS = 100  # the law knows no shorter training: if the minutes allow no more, it is the smallest shape
-READ_BYTES = 50_000_000
+READ_BYTES = 20_000_000
 SAMPLE_BYTES = 2_000_000
 MAX_TIMED, TIMED_SECONDS, MAX_TIMES = 4, 1.0, 50  # shapes, and of each
 ASSUMED_MFU = 0.3  # of the first shape that is timed
@@ -56,6 +58,8 @@ class Choice:
     shape: Shape
     tokens_per_step: int
     tokens: float
+    seconds: float
+    """Of all its steps."""
     is_whole: bool
     """Whether the training takes all of the minutes."""
     bits_per_byte: float
@@ -160,10 +164,9 @@ def measure_text(config: RunConfig, open_keys: set[str]) -> Text:
     data, tokenizer = config.data, config.tokenizer
     with tempfile.TemporaryDirectory() as scratch:
         blocks, num_bytes = load_corpus(data).train_start(READ_BYTES, Path(scratch))
-    share = min(1.0, num_bytes / sum(len(block.encode()) for block in blocks))  # the rest is held out
-    blocks = blocks[: max(1, round(share * len(blocks)))]
     sample = blocks[:: max(1, math.ceil(sum(map(len, blocks)) / SAMPLE_BYTES))]
     joined = "".join(sample)
+    found_density = ThreadPoolExecutor(1).submit(density, joined)  # which takes as long as the vocabularies
     sample_bytes = len(joined.encode())
     if tokenizer.kind == "char":
         ratios = {256 + len({c for block in blocks for c in block if c > "\x7f"}): len(joined) / sample_bytes}
@@ -177,7 +180,7 @@ def measure_text(config: RunConfig, open_keys: set[str]) -> Text:
         if is_any and (num_bytes < FEW_BYTES or tokenizer.kind == "byte" or not ratios):
             ratios |= {256: 1.0}
         ratios = ratios or {size: 0.5}  # which the text does not support, as the tokenizer will say
-    return Text(num_bytes, density(joined), ratios)
+    return Text(num_bytes, found_density.result(), ratios)
 
 
 def density(text: str) -> float:
@@ -193,12 +196,12 @@ def _possible_sizes(config: RunConfig, open_keys: set[str], text: Text, num_proc
     """
     model, refused = config.model, None
     widths = WIDTHS if "model.hidden_size" in open_keys else (model.hidden_size,)
-    possible, step = list[Shape](), _step_of(config, open_keys, 0, num_processes)
+    possible, step = list[Shape](), _step_of(config, open_keys, num_processes)
     for width, vocabulary in itertools.product(widths, text.tokens_per_byte):
         is_deep = "model.num_hidden_layers" in open_keys
         shape = Shape(width, layers_of(width) if is_deep else model.num_hidden_layers, vocabulary, model.dropout)
         try:
-            config.replace(**_values(config, Choice(shape, step, step, True, math.inf), open_keys))
+            config.replace(**_values(config, Choice(shape, step, step, math.inf, True, math.inf), open_keys))
             possible.append(shape)
         except UserError as error:
             refused = refused or error
@@ -207,7 +210,7 @@ def _possible_sizes(config: RunConfig, open_keys: set[str], text: Text, num_proc
     return possible
 
 
-def _step_of(config: RunConfig, open_keys: set[str], tokens: float, num_processes: int) -> int:
+def _step_of(config: RunConfig, open_keys: set[str], num_processes: int, tokens: float = 0.0) -> int:
     """Return the tokens of a step of a training of so many, which micro-batches divide."""
     batch = config.batch
     if "batch.tokens_per_step" not in open_keys:
@@ -219,14 +222,10 @@ def _step_of(config: RunConfig, open_keys: set[str], tokens: float, num_processe
 
 def _stated_tokens(config: RunConfig, open_keys: set[str], text: Text, step: int, vocabulary: int) -> float:
     """Return the tokens after which the config ends the training, apart from the minutes."""
-    train, limits = config.train, [math.inf]
-    if train.max_steps is not None:
-        limits.append(train.max_steps * step)
-    if train.max_epochs is not None:
-        limits.append(train.max_epochs * text.num_bytes * text.tokens_per_byte[vocabulary])
-    if train.max_tokens is not None and "train.max_tokens" not in open_keys:
-        limits.append(train.max_tokens)
-    return min(limits)
+    train, text_tokens = config.train, text.num_bytes * text.tokens_per_byte[vocabulary]
+    stated = None if "train.max_tokens" in open_keys else train.max_tokens
+    limits = (train.max_steps and train.max_steps * step, train.max_epochs and train.max_epochs * text_tokens, stated)
+    return min(filter(None, limits), default=math.inf)
 
 
 def _choices(
@@ -236,13 +235,10 @@ def _choices(
     seconds = SHARE_OF_STEPS * 60 * (config.train.max_minutes or math.inf)
     dropouts = DROPOUTS if "model.dropout" in open_keys else (config.model.dropout,)
     lengths = LENGTHS[::-1] if "train.max_tokens" in open_keys else ()
-
-    def step_of(tokens: float) -> int:
-        return _step_of(config, open_keys, tokens, num_processes)
-
+    step_of = partial(_step_of, config, open_keys, num_processes)
     for size, dropout in itertools.product(sizes, dropouts):
         shape = dataclasses.replace(size, dropout=dropout)
-        step, whole = step_of(0), 0.0
+        step, whole = step_of(), 0.0
         while True:  # larger steps are faster on a GPU, and a longer training takes larger steps
             limit = _stated_tokens(config, open_keys, text, step, shape.vocabulary)
             whole = min(seconds / speed.seconds(shape, step) * step, limit)
@@ -258,7 +254,7 @@ def _choices(
             is_known = is_last_resort or (is_small and reached >= MIN_STEPS * step)
             is_possible = is_known and reached >= step
             loss = bits_per_byte(text, shape, reached, step) if is_possible else math.inf
-            yield Choice(shape, step, max(reached, step), tokens == whole, loss)
+            yield Choice(shape, step, max(reached, step), reached / step * step_seconds, tokens == whole, loss)
 
 
 def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str, Any]:
@@ -279,7 +275,7 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
         "optim.adamw_learning_rate": float(f"{adamw:.2g}"),
         "train.max_tokens": None if choice.is_whole else round(choice.tokens / step) * step,
         "schedule.warmup_steps": min(20, int(steps / 10)),
-        "train.eval_every_steps": max(1, round(steps / EVALUATIONS)),
+        "train.eval_every_steps": max(1, round(steps / min(EVALUATIONS, max(1, choice.seconds / EVALUATION_SECONDS)))),
     }
     return {key.replace(".", "__"): value for key, value in values.items() if key in open_keys}
 
@@ -342,7 +338,7 @@ def _described(best: Choice, others: Mapping[str, Choice]) -> list[str]:
     what = f"{count_of(shape.layers, 'layer')} of width {shape.width}, {_vocabulary(shape)}"
     what += f", dropout {shape.dropout:g}" if shape.dropout else ""
     length = f"{rounded(best.tokens)} tokens in steps of {best.tokens_per_step:,}"
-    length += "" if best.is_whole else ", with which this text is used up"
+    length += "" if best.is_whole else f", which use up this text in {duration(best.seconds)}"
     found = [
         f"{name} {other.bits_per_byte / best.bits_per_byte - 1:+.1%}"
         for name, other in others.items()

@@ -57,9 +57,11 @@ def decide(said: ResolvedConfig, before: Mapping[str, Any]) -> Decisions:
     """
     precision, source = choose_precision(said, before.get("train.mixed_precision"))
     agree({"train.mixed_precision": precision}, "state this key")  # now: other decisions follow from it
-    config = said.config.replace(train__mixed_precision=precision)
-    sources, values = said.sources | {"train.mixed_precision": source}, dict[str, Any]()
-    state, stated = processes(), config.flat()
+    unstated = [key for key in AUTOPILOT if said.sources.get(key) in ("auto", "small") and key in before]
+    kept_values = {key.replace(".", "__"): before[key] for key in unstated}
+    config = said.config.replace(train__mixed_precision=precision, **kept_values)
+    sources = said.sources | {"train.mixed_precision": source} | dict.fromkeys(unstated, "the run so far")
+    state, stated, values = processes(), config.flat(), dict[str, Any]()
     for key in (key for key, undecided in UNDECIDED.items() if stated[key] == undecided):
         name, undecided = key.replace(".", "__"), UNDECIDED[key]
         kept = before.get(key, undecided)
@@ -70,9 +72,6 @@ def decide(said: ResolvedConfig, before: Mapping[str, Any]) -> Decisions:
             values[name], sources[key] = kept, "the run so far"
         elif (choice := _choose(key, config, precision, state.device)) is not None:
             values[name], sources[key] = choice, "auto"
-    for key in AUTOPILOT:
-        if said.sources.get(key) in ("auto", "small") and key in before:  # nobody states it
-            values[key.replace(".", "__")], sources[key] = before[key], "the run so far"
     return Decisions(config.replace(**values), sources, precision)
 
 

@@ -256,6 +256,9 @@ def test_script_plans_what_training_would_choose(script, tmp_path, monkeypatch):
     (tmp_path / "my.txt").write_text(" ".join(str(number) for number in range(30_000)))
     said = script(tmp_path / "my.txt", "--minutes", 0.5, "--model.hidden_size", 64)
     assert said.startswith("chosen   3 layers of width 64") and "\nmy: " in said and "budget: 30 s pay for" in said
+    for option, value in (("--device", "H100"), ("--tokens_per_second", 9)):
+        refused = script(tmp_path / "my.txt", "--minutes", 0.5, option, value, fails=True)
+        assert f"{option}: the minutes choose by steps that are timed here; leave it out" in refused
 
 
 def test_script_plans_for_an_absent_gpu(script, tiny_run):

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.commands.compare import _for_a_terminal
-from hfgolf.compare.comparison import compare_experiment, compare_outcomes, to_markdown
+from hfgolf.compare.comparison import compare_experiment, compare_outcomes, to_markdown, to_terminal
 from hfgolf.compare.experiment import Experiment
 from hfgolf.compare.plot import draw
 from hfgolf.system.errors import UserError
@@ -70,7 +69,7 @@ def test_page_marks_differences_within_noise(experiment, outcomes):
 def test_a_terminal_shows_columns_and_no_markdown(experiment, outcomes):
     failures = no_failures(outcomes) | {"muon[learning_rate=0.04]": {3: "it diverged"}}
     command = "hfgolf compare x.yaml " + "--a.long_option 1 " * 9
-    shown = _for_a_terminal(to_markdown(compare_experiment(experiment, command.strip(), outcomes, failures)))
+    shown = to_terminal(compare_experiment(experiment, command.strip(), outcomes, failures), 110)
     assert not any(mark in shown for mark in ("|", "`", "**", "![", "# "))
     table = shown[shown.index("arm  ") :].split("\n\n")[0].splitlines()
     verdicts = ["verdict", "better", "better", "baseline", "within noise"]

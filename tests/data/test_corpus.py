@@ -334,9 +334,8 @@ def test_unreachable_hub_is_one_line(tmp_path, monkeypatch):
 def test_start_of_the_training_text_and_its_bytes(tmp_path, write, files_config):
     text = "é" * 5_000 + "a" * 90_000
     one = files_config(write("one.txt", text), val_fraction=0.1)
-    assert load_corpus(one).train_start(10**6, tmp_path) == ([text], 90_000)
-    start, num_bytes = load_corpus(one).train_start(1_000, tmp_path)
-    assert start == [text] and num_bytes == 100_000  # what has been read, which is more than nine tenths of it
+    for max_bytes in (10**6, 1_000):
+        assert load_corpus(one).train_start(max_bytes, tmp_path) == ([text[:85_000]], 90_000)
     held_out = files_config(write("one.txt", text), val_files=[write("val.txt", "held out")])
     assert load_corpus(held_out).train_start(10**6, tmp_path) == ([text], 100_000)
     names = [f"part{number}.txt" for number in range(40)]
@@ -344,5 +343,12 @@ def test_start_of_the_training_text_and_its_bytes(tmp_path, write, files_config)
     paths = [str(write(f"many/{name}", parts[name])) for name in names]
     data = files_config(*paths, val_fraction=0.2, split="documents")
     train = read(data, tmp_path)["train"]
+    long = files_config(write("long.txt", "a" * 5_000_000), val_fraction=0.5)
+    start, num_bytes = load_corpus(long).train_start(10**6, tmp_path)
+    assert num_bytes == 2_500_000 and 10**6 < len("".join(start)) < 1.2 * 10**6
     start, num_bytes = load_corpus(data).train_start(10**6, tmp_path)
     assert start == train and 0 < num_bytes == sum(map(len, train)) < sum(map(len, parts.values()))
+    held = [load_corpus(data).hashed_split(file.name) for file in load_corpus(data).files].index("val")
+    first_is_val = load_corpus(files_config(*paths[held:], val_fraction=0.2, split="documents"))
+    assert [first_is_val.hashed_split(file.name) for file in first_is_val.files][:1] == ["val"]
+    assert first_is_val.train_start(1, tmp_path)[0], "it tells what the text is like"

@@ -101,13 +101,14 @@ def test_tables_without_the_column_are_skipped_in_much_text_but_not_if_they_are_
     write("a.py", code := "code " * 99)
     write("package.json", '{"name": "x"}')
     write("tsconfig.json", "{ // comment\n}")
+    write("lock.json", '{"packages": [{"name": "a"}, {"name": "b"}], "dev": [{"name": "c"}], "hash": 1}')
     write("b/c.json", '["text"]')
     write("b/c.csv", "a;b\n1;2\n")
     write("b/d.csv.gz", gzip.compress(b"n\n1\n"))
     folder, chat = tmp_path / "text", '{"messages": [{"role": "assistant", "content": "a"}]}\n'
     with caplog.at_level(logging.INFO, "hfgolf"):
         assert documents(train_on(folder), tmp_path) == [code]
-    line = "data.files: skipped 5 files without a column 'text': package.json, tsconfig.json, b/c.csv and 2 more"
+    line = "data.files: skipped 6 files without a column 'text': lock.json, package.json, tsconfig.json and 3 more"
     assert line in caplog.messages
     archive = write("../b.tar", tarred({"a.py": code, "p.json": "{}", "q.json": "[1]"}))
     assert documents(train_on(archive), tmp_path) == [code]
@@ -116,7 +117,7 @@ def test_tables_without_the_column_are_skipped_in_much_text_but_not_if_they_are_
     write("broken.jsonl", '{"text": "a"}\n{"text": 7}\n')
     assert "broken.jsonl, row 1 (line 2): 'text' holds a number" in fails(train_on(folder), tmp_path)
     write("broken.jsonl", chat)
-    for name in ("package.json", "tsconfig.json", "b/c.json", "b/c.csv", "b/d.csv.gz"):
+    for name in ("package.json", "tsconfig.json", "lock.json", "b/c.json", "b/c.csv", "b/d.csv.gz"):
         (folder / name).unlink()
     (found,) = load_corpus(train_on(folder, messages_column="messages").replace(val_files=[]))._documents(tmp_path)
     assert found[2] == [{"role": "assistant", "content": "a"}]
@@ -361,11 +362,13 @@ def test_webdataset_shards_are_their_texts(tmp_path, write, train_on, caplog):
     samples = {
         "./a/0.txt": "zero", "./a/0.json": '{"text": "about"}', "./a/0.jpg": b"\xff\xd8",
         "a/1.caption.txt": "one", "a/1.caption.json": "{}", "b/0.json": '{"text": "alone"}',
+        "c.d/2.input.txt": "two", "c.d/2.output.md": "too", "c.d/2.json": "{}", "c.json": '{"text": "c"}',
     }  # fmt: skip
     shards = [write(f"{number}.tar", tarred(samples)) for number in range(2)]
     with caplog.at_level(logging.INFO, "hfgolf"):
-        assert documents(train_on(*shards), tmp_path) == ["zero", "one", "alone"] * 2
-    skipped = "3 files read; skipped: 1 other kind (a/0.jpg), 2 about a text (a/0.json, a/1.caption.json)"
+        assert documents(train_on(*shards), tmp_path) == ["zero", "one", "alone", "two", "too", "c"] * 2
+    about = "3 about a text (a/0.json, a/1.caption.json, c.d/2.json)"
+    skipped = f"6 files read; skipped: 1 other kind (a/0.jpg), {about}"
     assert f"data.files: {shards[0]}: {skipped}" in caplog.messages
 
 

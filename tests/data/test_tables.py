@@ -335,6 +335,11 @@ def test_text_is_read_by_its_mark_as_utf_8_or_in_the_named_encoding(read, monkey
             "is not windows-1252 (byte 5: character maps to <undefined>); restore it, or",
         ),
         (b"a" * 9 + "我".encode() * 9 + b"\xff", None, "most of it is UTF-8, so these bytes are damaged"),
+        (
+            b"a" * 9 + "我".encode() * 9 + b"\xff",
+            "latin-1",
+            "is not UTF-8 (byte 36: invalid start byte); most of it is",
+        ),
         (b"c\0\xe9\0f", "utf-16-le", "is not utf-16-le (byte 4: truncated data)"),
     ],
 )

@@ -10,7 +10,7 @@ import time
 import pytest
 from faults import train_on_two
 
-from hfgolf.config.parse import AUTOPILOT, load_config, shipped_base
+from hfgolf.config.parse import AUTOPILOT, _say_once, load_config, shipped_base
 from hfgolf.run.folder import run_folder
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import autopilot
@@ -46,6 +46,8 @@ def test_minutes_choose_what_nobody_states(text, hfgolf):
     config = saved()
     assert config["model.hidden_size"] == 64 and config["optim.learning_rate"] == 0.015
     assert config["train.max_steps"] is None and config["train.max_minutes"] == 0.03
+    rows = read_rows(run_folder(load_config(["--run.name=my", "--train.max_steps=1"]).config).metrics)
+    assert sum(row["val_loss"] is not None for row in rows) < 5  # for ten, two seconds are too few
     written = (run_folder(load_config(["--run.name=my", "--train.max_steps=1"]).config).config).read_text()
     for key in set(AUTOPILOT) - {"model.hidden_size", "optim.learning_rate"}:
         line = next(line for line in written.splitlines() if line.startswith(f"  {key.split('.')[1]}:"))
@@ -67,8 +69,10 @@ def test_resumed_run_keeps_what_its_first_start_chose(text, hfgolf, monkeypatch)
     before = saved()
     monkeypatch.setattr(autopilot, "choose", None)  # it must not be asked again
     longer = hfgolf(*command, "--minutes", 0.04, "--train.resume", "latest")
-    assert longer.status == 0, longer.err
+    assert longer.status == 0 and "deciding again" not in longer.out
     assert saved() == before | {"train.max_minutes": 0.04}
+    over = hfgolf(*command, "--minutes", 9, "--train.max_tokens", 64, "--train.resume", "latest")
+    assert "nothing is left to train: the run has reached train.max_tokens 64 (command line); state more" in over.out
 
 
 def test_recorded_config_repeats_the_run(text, hfgolf):
@@ -102,10 +106,12 @@ def test_heads_that_no_width_has_are_refused_in_one_line(text, hfgolf):
         {"model.architecture": "gpt2"},
     ],
 )
-def test_what_the_law_does_not_know_keeps_the_shape_of_small(stated):
+def test_what_the_law_does_not_know_keeps_the_shape_of_small(stated, caplog):
     minutes = {"train.max_minutes": 3}
-    assert shipped_base(minutes).is_open
+    assert shipped_base(minutes).is_open and not caplog.text
+    _say_once.cache_clear()
     base = shipped_base(minutes | stated)
+    assert f"only limits this run: shape and rates are not chosen with {next(iter(stated))} " in caplog.text
     assert not base.is_open and base.sources["model.hidden_size"] == "small"
     assert "train.max_steps" not in base.sources
 

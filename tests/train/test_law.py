@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import runpy
 import statistics
 from pathlib import Path
 
@@ -17,11 +18,10 @@ RUNS = Path(__file__).parents[2] / "benchmarks" / "law" / "runs.jsonl"
 
 @pytest.fixture(scope="module")
 def runs():
-    """{text: [(what the law expects, the row)]} of the longer runs of BPE that are not mostly learned by heart."""
-    found = {}
+    """{text: [(what the law expects, the row)]} of the runs that it was fitted to."""
+    is_usable, found = runpy.run_path(str(RUNS.parent / "fit.py"))["is_usable"], {}
     for row in map(json.loads, RUNS.read_text().splitlines()):
-        is_learned = row["steps"] >= 140 and row["bits_per_byte"] < 1.1 * row["best_bits_per_byte"]
-        if is_learned and row["tokens_per_step"] >= 2048 and row["vocabulary"] > 256:
+        if is_usable(row):
             text = Text(row["train_bytes"], row["density"], {row["vocabulary"]: ratio_of(row)})
             shape = Shape(row["width"], row["layers"], row["vocabulary"], row["dropout"])
             expected = bits_per_byte(text, shape, row["tokens"], row["tokens_per_step"])

@@ -115,12 +115,14 @@ def test_ddp_has_few_buckets_because_each_is_a_compiled_graph(layers, megabytes,
 
 
 @pytest.mark.parametrize(("precision", "lines"), [("bf16", 1), ("fp16", 0), ("no", 0)])
-def test_emulated_bf16_is_warned_of(monkeypatch, caplog, precision, lines):
+def test_emulated_bf16_and_idle_gpus_are_warned_of(monkeypatch, caplog, precision, lines):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1 + lines)
     gpu = SimpleNamespace(device=torch.device("cuda"), num_processes=1)
     said = load_config(["--train.max_steps=1", f"--train.mixed_precision={precision}"])
     announce_device(decisions.Decisions(said.config, said.sources, precision), gpu)
     assert len([line for line in caplog.messages if "only emulates bf16" in line]) == lines
+    assert len([line for line in caplog.messages if "one of 2 GPUs trains" in line]) == lines
 
 
 @pytest.mark.parametrize(
