@@ -20,7 +20,7 @@ from typing import Any
 
 from machine import build_parser, write
 
-SPINS = ("default", "100", "1000", "3000", "10000", "100000")
+SPINS = ("default", "1000", "3000", "10000")
 WIDTHS = {128: 3, 256: 5, 512: 9}
 """{width: layers}, of configs/small.yaml."""
 

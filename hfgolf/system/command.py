@@ -25,8 +25,9 @@ def run_command(main: Callable[[], int | None]) -> None:
     # before torch is imported: when a process is gone, its store writes 30 lines of C++ frames for each call
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     if "OMP_WAIT_POLICY" not in os.environ:
-        # before torch is imported: its threads wait for each other hundreds of times per step, and would spin for so
-        # long that beside a busy program, steps take several times as long (benchmarks/busy_machine.py)
+        # Before torch is imported: in each step its threads wait for each other hundreds of times. If they sleep soon
+        # instead of spinning, a step beside a busy program is 1.5 times as fast on two cores, and alone it is 3 to 4 %
+        # slower (benchmarks/busy_machine.py).
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     if isinstance(sys.stdout, io.TextIOWrapper):  # a sample holds any character, an old locale's terminal does not
         sys.stdout.reconfigure(errors="backslashreplace")
