@@ -5,9 +5,10 @@
 
 The first command lets `hfgolf train TEXT --minutes N` choose, and times a step of the choice and of a grid of twelve
 around it: two thirds and one and a half of its width, the next vocabularies, alone and together, with the rates that
-go with them; both rates times 0.7 and 1.4; other dropout; six tenths of the steps. And of configs/small.yaml. Each
-gets as many steps as the minutes have. The second command trains them, one thread each, adds a row for each to
-proof.jsonl beside this file, and prints how far they are from the choice, in nats per byte and per token of the choice.
+go with them; both rates times 0.7 and 1.4; other dropout; six tenths of the steps. And of configs/small.yaml, and of a
+longer training if the choice ends before the minutes do. Each gets as many steps as the minutes have. The second
+command trains them, one thread each, adds a row for each to proof.jsonl beside this file, and prints how far they are
+from the choice, in nats per byte and per token of the choice.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hfgolf.train.process import processes, share_of_cores, tune_memory
 
 ROWS = Path(__file__).parent / "proof.jsonl"
 JOBS, CLAIMS = Path("proof_jobs.jsonl"), Path("proof_claims")
-CHOICE, SMALL, SHORTER = "choice", "small", "shorter"
+CHOICE, SMALL, SHORTER, LONGER = "choice", "small", "shorter", "longer"
 RECORDED = tuple(key for key in AUTOPILOT if key != "train.eval_every_steps")
 
 
@@ -78,6 +79,8 @@ def neighbors(chosen: dict[str, Any]) -> dict[str, dict[str, Any]]:
         grid[name] = stay | {key: factor * chosen[key] for key in rates}
     grid["dropout"] = stay | {"model.dropout": 0.0 if chosen["model.dropout"] else 0.1}
     grid[SHORTER] = stay
+    if chosen["train.max_tokens"] is not None:
+        grid[LONGER] = stay
     grid[SMALL] = _width(256) | _vocabulary(4096) | {"model.dropout": 0.0, "train.max_tokens": None}
     grid[SMALL] |= {"batch.tokens_per_step": 2048}
     return grid
@@ -114,10 +117,11 @@ def jobs_of(text: Path, minutes: float) -> list[dict[str, Any]]:
         config = decisions.config.replace(**{key.replace(".", "__"): value for key, value in values.items()})
         vocabulary = 256 if config.tokenizer.kind == "byte" else config.tokenizer.max_vocab_size
         seconds = seconds_per_step(config, vocabulary, device, 1)
-        steps = round(SHARE_OF_STEPS * 60 * minutes / seconds)
+        steps = whole = round(SHARE_OF_STEPS * 60 * minutes / seconds)
         if (most := values.pop("train.max_tokens")) is not None:
             steps = min(steps, round(most / config.batch.tokens_per_step))
-        values["train.max_steps"] = round(0.6 * steps) if name == SHORTER else steps
+        others = {SHORTER: round(0.6 * steps), LONGER: min(whole, round(steps / 0.6))}
+        values["train.max_steps"] = others.get(name, steps)
         jobs.append({"text": str(text), "minutes": minutes, "name": name, "seconds": seconds, "values": values})
     return jobs
 
