@@ -1,4 +1,4 @@
-"""How fast is a step on a CPU that also does other work, and how long should OpenMP's threads spin?
+"""Time of a step on a CPU, alone and beside other work, by how long OpenMP's threads spin.
 
     python benchmarks/busy_machine.py --output benchmarks/results/busy_machine_cpu.json
 
