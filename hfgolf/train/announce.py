@@ -1,9 +1,10 @@
-"""What the start of a run says to people about the device, the model and the batch."""
+"""What the start of a run says to people: the device, the model, the batch, and if nothing is left to train."""
 
 from __future__ import annotations
 
 import logging
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from accelerate import Accelerator
@@ -13,9 +14,12 @@ from hfgolf.config.sections import BatchSection
 from hfgolf.measure.memory import TrainingMemory, expected_bytes, fragmented_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.system.hardware import accelerator_name, fast_product_dtype, has_fast_fp16_only
-from hfgolf.system.wording import count_of, gigabytes, labeled
+from hfgolf.system.wording import count_of, gigabytes, join_words, labeled
 from hfgolf.train.decisions import Decisions
 from hfgolf.train.launched import processes_asked_of_accelerate
+
+if TYPE_CHECKING:
+    from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 
@@ -83,3 +87,15 @@ def announce_model(
         parts = f": {gigabytes(memory.peak)} for training, {rest} for Python, its libraries and the tokens,"
         parts += f" {gigabytes(fragmented)} lost to fragmentation of the heap"
     logger.debug("memory: predicted peak %s per process%s", gigabytes(predicted), parts)
+
+
+def announce_end(run: Run, blocks_per_epoch: int) -> None:
+    """Say that a resumed run has nothing left to train, which of its limits it has reached, and what to do."""
+    state, train = run.state, run.config.train
+    done = {"max_steps": state.step, "max_tokens": state.tokens, "max_minutes": state.elapsed_seconds / 60}
+    done["max_epochs"] = state.blocks / blocks_per_epoch
+    limits = ((f"train.{key}", getattr(train, key), count) for key, count in done.items())
+    sources = run.decisions.sources
+    ended = [f"{key} {limit:,} ({sources.get(key)})" for key, limit, count in limits if limit and count >= limit]
+    advice = "state more, or choose another --run.name to begin anew"
+    logger.warning("nothing is left to train: the run has reached %s; %s", join_words(ended), advice)

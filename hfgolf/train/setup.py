@@ -53,8 +53,8 @@ from hfgolf.system.hardware import (
 from hfgolf.system.ranks import agree, first_of_machine, gather
 from hfgolf.system.signals import Signals
 from hfgolf.system.stopwatch import Stopwatch
-from hfgolf.system.wording import gigabytes, join_words, labeled
-from hfgolf.train.announce import announce_device, announce_model
+from hfgolf.system.wording import gigabytes, labeled
+from hfgolf.train.announce import announce_device, announce_end, announce_model
 from hfgolf.train.attention_probe import describe_attention
 from hfgolf.train.autopilot import choose
 from hfgolf.train.build import build_model, check_golf, other_config
@@ -367,13 +367,7 @@ def _start(run: Run, origin: _Origin | None, signals: Signals) -> None:
     gather(None)  # as before `prepare`
     run.clock = Clock(config.train, state, run.stopwatch, signals, run.step_limit, processes, is_main)
     if config.train.resume not in (None, "auto") and run.clock.is_over():
-        done = {"max_steps": state.step, "max_tokens": state.tokens, "max_minutes": state.elapsed_seconds / 60}
-        done["max_epochs"] = state.blocks / blocks_per_epoch
-        limits = ((f"train.{key}", getattr(config.train, key), count) for key, count in done.items())
-        sources = run.decisions.sources
-        ended = [f"{key} {limit:,} ({sources.get(key)})" for key, limit, count in limits if limit and count >= limit]
-        advice = "state more, or choose another --run.name to begin anew"
-        logger.warning("nothing is left to train: the run has reached %s; %s", join_words(ended), advice)
+        announce_end(run, blocks_per_epoch)
     run.meter = _build_meter(run)
     run.restart_hooks()
     if origin:
