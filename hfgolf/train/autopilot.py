@@ -161,26 +161,32 @@ def _others(best: Choice, choices: list[Choice]) -> dict[str, Choice]:
 
 def measure_text(config: RunConfig, open_keys: set[str]) -> Text:
     """Return what the law has to know of the training text. Reads at most READ_BYTES of it."""
-    data, tokenizer = config.data, config.tokenizer
     with tempfile.TemporaryDirectory() as scratch:
-        blocks, num_bytes = load_corpus(data).train_start(READ_BYTES, Path(scratch))
+        blocks, num_bytes = load_corpus(config.data).train_start(READ_BYTES, Path(scratch))
     sample = blocks[:: max(1, math.ceil(sum(map(len, blocks)) / SAMPLE_BYTES))]
-    joined = "".join(sample)
-    found_density = ThreadPoolExecutor(1).submit(density, joined)  # which takes as long as the vocabularies
+    with ThreadPoolExecutor(1) as pool:  # LZMA takes as long as the vocabularies
+        found_density = pool.submit(density, "".join(sample))
+        is_bytes = num_bytes < FEW_BYTES or config.tokenizer.kind == "byte"
+        ratios = _tokens_per_byte(config, blocks, sample, "tokenizer.vocab_size" in open_keys, is_bytes)
+    return Text(num_bytes, found_density.result(), ratios)
+
+
+def _tokens_per_byte(
+    config: RunConfig, blocks: list[str], sample: list[str], is_any: bool, may_be_bytes: bool
+) -> dict[int, float]:
+    """Return {entries: tokens per byte} of the vocabularies that the config allows. is_any: BPE of any size."""
+    tokenizer, joined = config.tokenizer, "".join(sample)
     sample_bytes = len(joined.encode())
     if tokenizer.kind == "char":
-        ratios = {256 + len({c for block in blocks for c in block if c > "\x7f"}): len(joined) / sample_bytes}
-    elif tokenizer.kind == "pretrained" and (found := find_tokenizer(tokenizer, {}, Path())):
+        return {256 + len({c for block in blocks for c in block if c > "\x7f"}): len(joined) / sample_bytes}
+    if tokenizer.kind == "pretrained" and (found := find_tokenizer(tokenizer, {}, Path())):
         ids = found(sample, add_special_tokens=False, verbose=False)["input_ids"]
-        ratios = {embedding_rows(found): sum(map(len, ids)) / sample_bytes}
-    else:
-        is_any = "tokenizer.vocab_size" in open_keys
-        size = config.tokenizer.max_vocab_size
-        ratios = {} if tokenizer.kind == "byte" else tokens_per_byte(sample, VOCABULARIES if is_any else (size,))
-        if is_any and (num_bytes < FEW_BYTES or tokenizer.kind == "byte" or not ratios):
-            ratios |= {256: 1.0}
-        ratios = ratios or {size: 0.5}  # which the text does not support, as the tokenizer will say
-    return Text(num_bytes, found_density.result(), ratios)
+        return {embedding_rows(found): sum(map(len, ids)) / sample_bytes}
+    size = tokenizer.max_vocab_size
+    ratios = {} if tokenizer.kind == "byte" else tokens_per_byte(sample, VOCABULARIES if is_any else (size,))
+    if is_any and (may_be_bytes or not ratios):
+        ratios |= {256: 1.0}
+    return ratios or {size: 0.5}  # which the text does not support, as the tokenizer will say
 
 
 def density(text: str) -> float:
