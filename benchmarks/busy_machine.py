@@ -21,18 +21,18 @@ from typing import Any
 from machine import build_parser, write
 
 SPINS = ("default", "1000", "3000", "10000")
-WIDTHS = {128: 3, 256: 5, 512: 9}
-"""{width: layers}, of configs/small.yaml."""
+WIDTHS = (128, 256, 512)
 
 
 def measure(width: int) -> float:
-    """Return the seconds of a step of 2,048 tokens."""
+    """Return the seconds of a step of 2,048 tokens of configs/small.yaml in this width."""
     import torch
 
     from hfgolf.config.parse import load_config
     from hfgolf.train.autopilot import seconds_per_step
+    from hfgolf.train.law import layers_of
 
-    shape = {"model.hidden_size": width, "model.num_hidden_layers": WIDTHS[width]}
+    shape = {"model.hidden_size": width, "model.num_hidden_layers": layers_of(width)}
     config = load_config(["--config", "small"], values=shape | {"train.mixed_precision": "bf16"}).config
     return seconds_per_step(config, 4096, torch.device("cpu"), 1)
 

@@ -100,44 +100,33 @@ class Tail(Idea):
             torch._foreach_lerp_(weights, self.average, self.share)
 
 
-class Power(Idea):
-    """Decay the rate as a power of what is left of the warmdown."""
+class Scaled(Idea):
+    """Multiply a number of each group, or of the groups of one kind, by a factor that depends on the progress."""
 
-    def __init__(self, power: float) -> None:
-        self.power = power
+    def __init__(self, key: str, factor: Callable[[float], float], kind: str | None = None) -> None:
+        self.key, self.factor, self.kind = key, factor, kind
         self.peaks: list[float] = []
 
     def before(self, run: Any) -> None:
-        groups = run.optimizer.param_groups
-        self.peaks = self.peaks or [group["initial_lr"] for group in groups]
-        left = min(1.0, (1 - self.progress) / run.config.schedule.warmdown_fraction)
+        groups = [group for group in run.optimizer.param_groups if self.kind in (None, group["kind"])]
+        self.peaks = self.peaks or [group[self.key] for group in groups]
         for group, peak in zip(groups, self.peaks, strict=True):
-            group["initial_lr"] = peak * left ** (self.power - 1)
+            group[self.key] = peak * self.factor(self.progress)
 
 
-class HighLowHigh(Idea):
-    """Weight decay is lower in the middle of the run."""
-
-    def __init__(self, low: float) -> None:
-        self.low = low
-        self.peaks: list[float] = []
-
-    def before(self, run: Any) -> None:
-        groups = run.optimizer.param_groups
-        self.peaks = self.peaks or [group["initial_weight_decay"] for group in groups]
-        for group, peak in zip(groups, self.peaks, strict=True):
-            group["initial_weight_decay"] = peak * (self.low if 0.3 < self.progress < 0.7 else 1.0)
+def power(exponent: float, warmdown: float = 0.5) -> Scaled:
+    """Return a hook that decays the rate as a power of what is left of the warmdown."""
+    return Scaled("initial_lr", lambda progress: min(1.0, (1 - progress) / warmdown) ** (exponent - 1))
 
 
-class HeadRate(Idea):
-    """Another rate for an untied head."""
+def head_rate(factor: float) -> Scaled:
+    """Return a hook that gives an untied head another rate."""
+    return Scaled("initial_lr", lambda progress: factor, kind="head")
 
-    def __init__(self, factor: float) -> None:
-        self.factor = factor
 
-    def start(self, run: Any) -> None:
-        for group in run.optimizer.param_groups:
-            group["initial_lr"] *= self.factor if group["kind"] == "head" else 1.0
+def high_low_high(low: float) -> Scaled:
+    """Return a hook that lowers the weight decay in the middle of the run."""
+    return Scaled("initial_weight_decay", lambda progress: low if 0.3 < progress < 0.7 else 1.0)
 
 
 class MultiToken(Idea):
@@ -169,17 +158,17 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "base": ({}, None),
     "untied": (UNTIED, None),
     "untied, embedding x 3": (UNTIED | {"optim.embedding_learning_rate": 3.0}, None),
-    "untied, head x 0.5": (UNTIED, lambda: HeadRate(0.5)),
-    "untied, head x 0.25": (UNTIED, lambda: HeadRate(0.25)),
+    "untied, head x 0.5": (UNTIED, lambda: head_rate(0.5)),
+    "untied, head x 0.25": (UNTIED, lambda: head_rate(0.25)),
     "mtp 0.5": ({}, lambda: MultiToken(0.5)),
     "mtp 0.2": ({}, lambda: MultiToken(0.2)),
     "ema-nesterov 0.6 0.97": ({}, lambda: EmaNesterov(0.6, 0.97)),
     "ema-nesterov 0.6 0.99": ({}, lambda: EmaNesterov(0.6, 0.99)),
     "tail 0.4": ({}, lambda: Tail(0.4)),
-    "power 1.2": ({}, lambda: Power(1.2)),
+    "power 1.2": ({}, lambda: power(1.2)),
     "warmdown 0.8": ({"schedule.warmdown_fraction": 0.8}, None),
-    "warmdown 1, power 1.2": ({"schedule.warmdown_fraction": 1.0}, lambda: Power(1.2)),
-    "decay high, low, high": ({}, lambda: HighLowHigh(0.3)),
+    "warmdown 1, power 1.2": ({"schedule.warmdown_fraction": 1.0}, lambda: power(1.2, warmdown=1.0)),
+    "decay high, low, high": ({}, lambda: high_low_high(0.3)),
     "decay 0": ({"optim.weight_decay": 0.0}, None),
     "decay 0.3": ({"optim.weight_decay": 0.3}, None),
     "cautious": ({"optim.cautious_weight_decay": True}, None),

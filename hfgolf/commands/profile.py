@@ -26,9 +26,7 @@ def main() -> None:
     )
     arguments, run_options = parser.parse_known_args()
     resolved = load_config(run_options, may_choose=False)
-    # silence torch's messages about starting its profiler and about memory allocated before it
-    os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # or torch says that its profiler starts
 
     from hfgolf.commands.profile_step import profile_run
     from hfgolf.commands.scratch import scratch_run
