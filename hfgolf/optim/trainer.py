@@ -47,6 +47,7 @@ def muon_for_trainer(
             f"muon_for_trainer: {join_words(sorted(unknown))} works only in hfgolf's own loop; leave it out."
         )
     _optim_section(args, settings)  # a mistake ends here, not after the model has loaded
+    # Trainer calls what is no optimizer class, and then what that returns: with its model and these values
     return (lambda: _build), {"args": args, "settings": settings}
 
 
