@@ -118,11 +118,11 @@ def jobs_of(text: Path, minutes: float) -> list[dict[str, Any]]:
         vocabulary = 256 if config.tokenizer.kind == "byte" else config.tokenizer.max_vocab_size
         seconds = seconds_per_step(config, vocabulary, device, 1)
         steps = whole = round(SHARE_OF_STEPS * 60 * minutes / seconds)
-        if (most := values.pop("train.max_tokens")) is not None:
+        if (most := values["train.max_tokens"]) is not None:
             steps = min(steps, round(most / config.batch.tokens_per_step))
         others = {SHORTER: round(0.6 * steps), LONGER: min(whole, round(steps / 0.6))}
-        values["train.max_steps"] = others.get(name, steps)
-        jobs.append({"text": str(text), "minutes": minutes, "name": name, "seconds": seconds, "values": values})
+        values |= {"train.max_tokens": None, "train.max_steps": others.get(name, steps)}
+        jobs.append({"text": str(text), "minutes": minutes, "name": name, "seconds": seconds, "values": dict(values)})
     return jobs
 
 

@@ -233,7 +233,7 @@ def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
 
 
 PROGRAM = """
-import sys
+import gc, sys
 sys.path[:0] = sys.argv[3:]
 from sharded import shard
 if sys.argv[1] == "fsdp2":
@@ -251,6 +251,8 @@ if sys.argv[1] == "fsdp2":  # under DDP, Trainer 5.17 does not load an optimizer
     assert difference(found, again) == 0 and len(seen.rates) == 2
 if dist.get_rank() == 0:
     torch.save({name.removeprefix("module."): weight for name, weight in found.items()}, folder + "/weights.pt")
+del trainer  # a DDP model that outlives its group ends one process in six with "terminate called", in torch 2.13
+gc.collect()
 dist.destroy_process_group()
 """
 
