@@ -251,7 +251,7 @@ if sys.argv[1] == "fsdp2":  # under DDP, Trainer 5.17 does not load an optimizer
     assert difference(found, again) == 0 and len(seen.rates) == 2
 if dist.get_rank() == 0:
     torch.save({name.removeprefix("module."): weight for name, weight in found.items()}, folder + "/weights.pt")
-del trainer  # a DDP model that outlives its group ends one process in six with "terminate called", in torch 2.13
+del trainer  # a DDP model that outlives its group ends one run in four with "terminate called", in torch 2.13
 gc.collect()
 dist.destroy_process_group()
 """
