@@ -56,9 +56,10 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
         "",
         {
             "nothing.yaml": "there is no definition nothing.yaml; name one, such as benchmarks/",
-            "--runs nothing": "nothing holds no complete run; finish its training",
-            "--runs nothing --train.max_steps 3": "--runs: only reads runs, so --train.max_steps has no effect",
-            "a.yaml b.yaml": "b.yaml: only one definition is allowed; to compare run folders, add --runs.",
+            "nothing": "nothing holds no complete run; finish its training",
+            "nothing tiny.yaml": "nothing holds no complete run; finish its training",
+            "nothing --train.max_steps 3": "--train.max_steps: only for a definition; run folders are only read",
+            "a.yaml b.yaml": "b.yaml: only one definition is allowed, or the folders of runs.",
             "tiny.yaml --train.max_stops 3": "the command line: unknown key train.max_stops; did you",
             "tiny.yaml --output_dir tiny.yaml/x": "--output_dir: cannot write to tiny.yaml/x (Not a dir",
         },
@@ -235,7 +236,7 @@ def test_argparse_errors_are_one_line(run_script):
 
 
 OUTPUTS = {  # script: its arguments, the option, and what must not be reached
-    "compare_runs.py": (["--runs", "run"], "--output_dir", "hfgolf.compare.outcome.read_outcome"),
+    "compare_runs.py": (["run"], "--output_dir", "hfgolf.compare.outcome.read_outcome"),
     "evaluate.py": (["--model=m", "--files=f"], "--certificate", "hfgolf.commands.evaluate_text.evaluate_text"),
     "export.py": (["--run", "run"], "--output", "hfgolf.commands.export.export_checkpoint"),
     "find_lr.py": (["--train.max_steps=1"], "--output", "hfgolf.commands.lr_sweep.find_lr"),

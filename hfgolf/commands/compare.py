@@ -1,7 +1,8 @@
 """Compare configs over seeds: hfgolf compare benchmarks/experiments/muon_vs_adamw.yaml
 
-Runs the missing runs of a definition, or reads existing ones (--runs), and writes their comparison as JSON, Markdown
-and PNG: means, paired differences with p-values, and the steps and seconds to reach the baseline's loss.
+Runs the missing runs of a definition, or reads the run folders that are given (hfgolf compare runs/a runs/b; the first
+one's arm is the baseline), and writes their comparison as JSON, Markdown and PNG: means, paired differences with
+p-values, and the steps and seconds to reach the baseline's loss.
 """
 
 import logging
@@ -22,8 +23,7 @@ def main() -> None:
         "Also takes the options of hfgolf train, for every run: --section.key value.\n"
         "benchmarks/experiments/README.md explains the format of a definition.",
     )
-    parser.add_argument("paths", nargs="+", type=Path, help="a definition; with --runs, the folders of runs")
-    parser.add_argument("--runs", action="store_true", help="only read these runs; the first one's arm is the baseline")
+    parser.add_argument("paths", nargs="+", type=Path, help="a definition (a .yaml file), or the folders of runs")
     parser.add_argument(
         "--equivalent",
         type=within(1e-6, 10.0),
@@ -42,14 +42,13 @@ def main() -> None:
     run_options = [token for token in tokens if is_option(token)]
     arguments, unknown = parser.parse_known_args([token for token in tokens if not is_option(token)])
     run_options += unknown
-    if arguments.runs and run_options:
-        raise UserError(f"--runs: only reads runs, so {run_options[0].partition('=')[0]} has no effect; remove it.")
-    if not arguments.runs and len(arguments.paths) > 1:
-        raise UserError(f"{arguments.paths[1]}: only one definition is allowed; to compare run folders, add --runs.")
-    experiment = None if arguments.runs else load_experiment(arguments.paths[0])
-    output_dir = arguments.output_dir or Path(
-        "runs/experiments", "runs" if experiment is None else experiment.path.stem
-    )
+    reads = arguments.paths[0].suffix not in (".yaml", ".yml")
+    if reads and run_options:
+        raise UserError(f"{run_options[0].partition('=')[0]}: only for a definition; run folders are only read.")
+    if not reads and len(arguments.paths) > 1:
+        raise UserError(f"{arguments.paths[1]}: only one definition is allowed, or the folders of runs.")
+    experiment = None if reads else load_experiment(arguments.paths[0])
+    output_dir = arguments.output_dir or Path("runs/experiments", "runs" if reads else arguments.paths[0].stem)
     planned = [] if experiment is None else plan_runs(experiment, output_dir, run_options)
 
     from hfgolf.compare.comparison import compare_experiment, compare_outcomes, to_markdown, to_terminal
@@ -65,7 +64,6 @@ def main() -> None:
     check_output("--output_dir", output_dir, besides=[Path(f"{results}.{kind}") for kind in ("json", "md", "png")])
     command = shlex.join(["hfgolf", "compare", *map(str, arguments.paths), *run_options])
     margin = arguments.equivalent
-    command += " --runs" if arguments.runs else ""
     command += "" if margin is None else f" --equivalent {margin:g}"
     if experiment is None:
         outcomes = group_by_arm([read_outcome(RunFolder(path)) for path in arguments.paths])

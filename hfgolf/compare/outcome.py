@@ -152,5 +152,5 @@ def group_by_arm(outcomes: Sequence[Outcome]) -> dict[str, dict[int, Outcome]]:
         for outcome in members:
             twin = arms.setdefault(name, {}).setdefault(outcome.seed, outcome)
             if twin is not outcome:
-                raise UserError(f"--runs: {twin.path} and {outcome.path} are the same config and seed; leave one out.")
+                raise UserError(f"{twin.path} and {outcome.path} are the same config and seed; leave one out.")
     return arms

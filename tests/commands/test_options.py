@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
         ("ladder.py", ["--train.max_steps=9", "--output", "OUT"], "ladder.png"),
         ("profile_step.py", ["--train.max_steps=9", "--output", "OUT"], "profile.json"),
         ("vocabulary_study.py", ["--files", "TEXT", "--output", "OUT"], "vocabulary.md"),
-        ("compare_runs.py", ["--runs", "RUN", "RUN", "--output_dir", "OUT"], "OUT.md"),
+        ("compare_runs.py", ["RUN", "RUN", "--output_dir", "OUT"], "OUT.md"),
     ],
 )
 def test_no_output_replaces_what_hfgolf_did_not_write(run_script, tmp_path, script, options, mine):

@@ -53,12 +53,12 @@ def test_existing_runs_are_compared_without_training(compare_runs, tiny_definiti
     assert (out / "tiny.png").read_bytes().startswith(b"\x89PNG")
 
     names = [out / f"{arm}-seed{seed}" for arm in ("adamw", "muon") for seed in (1, 2)]
-    assert compare_runs("--runs", *names, "--output_dir", tmp_path / "read") == (0, "")
+    assert compare_runs(*names, "--output_dir", tmp_path / "read") == (0, "")
     read = json.loads((tmp_path / "read" / "read.json").read_text())
     assert read["arms"] == found["arms"] and read["baseline"] == "adamw"
-    assert compare_runs("--runs", *names, "--output_dir", tmp_path / "same", "--equivalent", "9") == (0, "")
+    assert compare_runs(*names, "--output_dir", tmp_path / "same", "--equivalent", "9") == (0, "")
     same = json.loads((tmp_path / "same" / "same.json").read_text())
-    assert same["command"].endswith(" --runs --equivalent 9") and same["margin"] == 9
+    assert same["command"].endswith("/muon-seed2 --equivalent 9") and same["margin"] == 9
     assert same["arms"]["muon"]["equivalence"]["p_value"] < 0.05
     assert "equivalent within 9 nats" in (tmp_path / "same" / "same.md").read_text()
     assert read["settings"] == {"adamw": {"optim.name": "adamw"}, "muon": {"optim.name": "muon"}}

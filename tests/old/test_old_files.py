@@ -359,7 +359,7 @@ def test_an_old_run_on_a_grid_is_exported_for_golf_with_the_same_score(old, comm
 @pytest.mark.slow
 def test_old_runs_are_compared(old, command):
     runs = [f"runs/{name}" for name in RUNS]
-    status, _, err = command("compare", "--runs", *runs, "--output_dir", "compared")
+    status, _, err = command("compare", *runs, "--output_dir", "compared")
     assert status == 0, err
     (page,) = (old / "compared").glob("*.md")
     assert all(name in page.read_text(encoding="utf-8") for name in RUNS)
