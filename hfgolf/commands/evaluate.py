@@ -58,7 +58,7 @@ def main() -> int:
     trust.add_argument(
         "--check_legality",
         action="store_true",
-        help="test on the start of the text that no token helps to predict itself",
+        help="score under guard: that no token helps to predict itself is checked at a secret place in each pass",
     )
     adapt = parser.add_argument_group("test-time training: score a chunk, then train on it, then score the next")
     adapt.add_argument(

@@ -21,13 +21,13 @@ from hfgolf.config.sections import RunConfig, TrainSection
 from hfgolf.data.token_cache import TokenCache
 from hfgolf.data.tokenizer import text_start
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
-from hfgolf.evaluate.context import evaluation_length, evaluation_mode
+from hfgolf.evaluate.context import evaluation_length
 from hfgolf.evaluate.loss import describe_coverage, evaluate_plan, plan_documents, plan_evaluation
 from hfgolf.evaluate.text import tokenize_files
 from hfgolf.evaluate.windows import Plan
 from hfgolf.golf.certificate import Certificate, certify
-from hfgolf.golf.legality import legality_problems
-from hfgolf.golf.score_first import ScorerSettings, build_scorer, evaluate_adapting
+from hfgolf.golf.legality import IllegalScorer
+from hfgolf.golf.score_first import ScorerSettings, evaluate_in_order
 from hfgolf.measure.memory import evaluation_batch_size
 from hfgolf.model.causal_blocks import choose_attention
 from hfgolf.publish.load import load_exported
@@ -75,8 +75,9 @@ class EvaluationOptions:
             raise UserError("--adapt lora needs --evaluation documents, without --stride: a chunk is one window.")
         if self.adapt == "sgd" and self.evaluation == "documents":
             raise UserError("--adapt sgd needs --evaluation flat or sliding: it learns over the whole stream.")
-        if self.adapt and (self.drop_tail or self.skip_separators):
-            raise UserError("--adapt scores every token: leave out --drop_tail and --skip_separators.")
+        in_order = "adapt" if self.adapt else "check_legality"
+        if (self.adapt or self.check_legality) and (self.drop_tail or self.skip_separators):
+            raise UserError(f"--{in_order} scores every token: leave out --drop_tail and --skip_separators.")
         others = {name: getattr(self, name) for name in ("stride", "drop_tail", "adapt", "check_legality")}
         others["evaluation"] = self.evaluation != "flat"
         for name in [name for name, is_set in others.items() if self.per_document and is_set]:
@@ -87,7 +88,10 @@ class EvaluationOptions:
 
 @dataclass(frozen=True)
 class TextEvaluation:
-    """A score and what it rests on. `evaluation` is None if it is not legal, or has no certificate."""
+    """A score and what it rests on. `evaluation` is None if it is not legal, or has no certificate.
+
+    problem: what is illegal, or None. legality: what the guard did, if there was one (Reader.describe).
+    """
 
     options: EvaluationOptions
     evaluation: Evaluation | None
@@ -96,13 +100,14 @@ class TextEvaluation:
     batch_size: int
     precision: str
     adaptation: dict[str, Any] | None
-    problems: tuple[str, ...]
+    problem: str | None
+    legality: dict[str, Any] | None
     certificate: Certificate | None
     is_main_process: bool
 
     def refusals(self) -> list[str]:
         """Return why there is no score, one line per reason; an empty list if there is one."""
-        reasons = [f"the scorer is not legal: {problem}" for problem in self.problems]
+        reasons = [f"the scorer is not legal: {self.problem}"] if self.problem else []
         if self.certificate is not None and not self.certificate.holds:
             reasons.append(self.certificate.line)
             if self.evaluation is not None:  # the text was rewritten, but is known
@@ -127,6 +132,7 @@ class TextEvaluation:
             **{name: getattr(self.evaluation, name) for name in names},
             "coverage": self.plan.coverage(),
             "adaptation": self.adaptation,
+            "legality": self.legality,
         }
 
     def table(self) -> str:
@@ -141,8 +147,9 @@ class TextEvaluation:
         ]
         if self.adaptation is not None:
             rows.append(("adaptation", ", ".join(f"{name} {value}" for name, value in self.adaptation.items())))
-        if self.options.check_legality:
-            rows.append(("legality", "no problem found"))
+        if self.legality is not None:
+            checked, sha256 = f"{self.legality['checked_tokens']:,}", self.legality["distributions_sha256"][:16]
+            rows.append(("legality", f"{checked} secret tokens changed nothing; sha256 of all distributions {sha256}"))
         if self.certificate is not None:
             rows.append(("certificate", self.certificate.line))
         rows += [
@@ -182,7 +189,8 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
         device = accelerator.device
         free_bytes = free_memory_bytes(device) // (1 if device.type == "cuda" else accelerator.num_processes)
         fitting = evaluation_batch_size(model, length, device.type, free_bytes)
-        batch_size = options.batch_size or min(gather_object([fitting]))  # equal on all ranks
+        # equal on all ranks; under guard a window at a time, because each pass is checked at one place
+        batch_size = options.batch_size or (1 if options.check_legality else min(gather_object([fitting])))
         settings = _scorer_settings(options, length, stride, batch_size, tokens)
         if options.per_document:
             plan, num_bytes = plan_documents(tokens.val, tokens.tokenizer, length)
@@ -198,21 +206,18 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
             )
         if options.adapt:
             plan, _ = settings.plan(tokens.val.tokens)
-        problems: tuple[str, ...] = ()
-        if options.check_legality:
-            with evaluation_mode(model):
-                scorer = build_scorer(model, accelerator, settings)
-                # four windows, and four chunks of an adapter
-                num_tokens = 1 + 4 * max(settings.length, settings.chunk_tokens if settings.adapter else 0)
-                part = tokens.val.tokens[:num_tokens]
-                problems = tuple(legality_problems(scorer, part, vocab_size, fixed_ids=[settings.separator]))
         certificate = None
         if options.certify:
             certificate = certify(corpus, tokens, plan, is_training_known=options.train_files is not None)
-        evaluation = None
-        if not problems and (certificate is None or certificate.holds or not certificate.is_lossless):
-            if options.adapt:
-                evaluation = evaluate_adapting(model, tokens.val, accelerator, settings)
+        evaluation = problem = legality = None
+        if certificate is None or certificate.holds or not certificate.is_lossless:
+            if options.adapt or options.check_legality:
+                try:
+                    evaluation, legality = evaluate_in_order(
+                        model, tokens.val, accelerator, settings, vocab_size, is_guarded=options.check_legality
+                    )
+                except IllegalScorer as error:
+                    problem = str(error)
             else:
                 batches = math.ceil(len(plan.windows) / (batch_size * accelerator.num_processes))
                 hidden = None if is_main else True  # None: if stderr is no terminal
@@ -222,7 +227,7 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
                     )
     adaptation = settings.describe() if options.adapt else None
     return TextEvaluation(
-        options, evaluation, plan, length, batch_size, precision, adaptation, problems, certificate, is_main
+        options, evaluation, plan, length, batch_size, precision, adaptation, problem, legality, certificate, is_main
     )
 
 

@@ -1,7 +1,7 @@
 """The certificate of a score: proof that its bits per byte are those of the raw text, each token scored once.
 
 Owns six checks (see `certify`). Knows no model: a certificate says that nats on these tokens may be divided by these
-bytes, not that the nats are right (legality.py tests a scorer).
+bytes, not that the nats are right (legality.py guards a scorer).
 """
 
 from __future__ import annotations

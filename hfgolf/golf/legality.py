@@ -1,14 +1,19 @@
-"""Is a scorer legal? Tests of any function that scores a stream of tokens from left to right.
+"""A guard for any scorer of a stream of tokens: it is shown a token only after it committed a distribution of it.
 
 The conditions are those that Parameter Golf adopted: a distribution depends on earlier tokens only, it is a full
-normalized distribution over the vocabulary, and each token is scored once, in order. No test proves a scorer legal; a
-scorer that fails one is not. Knows nothing of how a scorer works.
+normalized distribution over the vocabulary, and each token is scored once, in order. A scorer gets a `Reader` instead
+of the tokens, and the reader adds up the nats. Knows nothing of how a scorer works. It runs in the scorer's own
+process, so it does not catch code that reaches around the reader, into its memory or a file.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Iterator
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
@@ -16,89 +21,172 @@ from torch import Tensor
 
 from hfgolf.evaluate.windows import as_fp64
 
-Commits = Iterator[tuple[np.ndarray, Tensor]]
-"""Target indices (n,), ascending, and their log-probabilities (n, V), in the order in which they are final."""
-Scorer = Callable[[np.ndarray], Commits]
-"""Takes the tokens x_0 ... x_N; commits x_1 ... x_N."""
+Predict = Callable[[np.ndarray], Tensor]
+"""Takes x_0 ... x_m; returns the log-probabilities of the last n of the tokens x_1 ... x_(m+1), (n, V)."""
+Scorer = Callable[["Reader"], object]
+"""Commits x_1 ... x_N to a reader."""
 _SUM_TOLERANCE = 1e-4
+_OPEN = "the scorer was shown tokens, and did not commit them before anything else"
 
 
-def legality_problems(
-    scorer: Scorer,
-    tokens: np.ndarray,
-    vocab_size: int,
-    *,
-    num_flips: int = 8,
-    fixed_ids: Collection[int] = (),
-    seed: int = 0,
-) -> list[str]:
-    """Return what is illegal about a scorer, tried on a stream of tokens; an empty list if nothing was found.
+class IllegalScorer(Exception):
+    """What is illegal about a scorer, in one line."""
 
-    1. Each of x_1 ... x_N is committed once, ascending. 2. Each distribution covers the vocabulary and sums to 1 within
-    1e-4. 3. If a token x_t is replaced, the distributions of x_1 ... x_t stay the same to the bit. Runs the scorer
-    2 + num_flips times, at most: give it a slice of the stream, with several chunks if it adapts.
 
-    num_flips: tokens to replace, one at a time, evenly spaced and the last. fixed_ids: ids never replaced and never put
-        in, such as separators, on which windows may depend.
+class Reader:
+    """The tokens x_0 ... x_N of a stream; each but the first is seen once its distribution is committed.
+
+    check: "places", in each block that is predicted at once, one secret place; "tokens", each token, which takes a pass
+    per token; None, that distributions are normalized and nothing more.
+
+    nats: of the tokens seen, in fp64, of distributions divided by their sum.
     """
-    problems: list[str] = []
-    before = _run(scorer, tokens, vocab_size, problems)
-    if problems:
-        return problems
-    if _run(scorer, tokens, vocab_size) != before:
-        return ["two runs on the same tokens give different distributions, so a flipped token would prove nothing"]
-    random = np.random.default_rng(seed)
-    places = np.setdiff1d(np.arange(1, len(tokens)), np.flatnonzero(np.isin(tokens, [*fixed_ids])))
-    if not len(places):
-        return ["the tokens are too few to replace one"]
-    choice = np.unique(np.linspace(0, len(places) - 1, num_flips).round().astype(int))
-    allowed = np.setdiff1d(np.arange(vocab_size), [*fixed_ids])
-    for place in places[choice].tolist():
-        flipped = tokens.copy()
-        flipped[place] = random.choice(allowed[allowed != tokens[place]])
-        after = _run(scorer, flipped, vocab_size, last=place)
-        changed = [target for target in range(1, place + 1) if after.get(target) != before[target]]
-        if changed:
-            problems.append(
-                f"the distribution of token {changed[0]} depends on token {place}, which is"
-                f" {'the token itself' if changed[0] == place else 'later'} ({len(changed)} distributions changed)"
+
+    def __init__(self, tokens: np.ndarray, vocab_size: int, check: str | None = "places") -> None:
+        self._tokens, self._vocab_size, self._check = tokens, vocab_size, check
+        self._shown = np.zeros_like(tokens)  # holds nothing that was not shown, so a view of it tells nothing
+        self._shown[:1] = tokens[:1]
+        self._hash = hashlib.sha256()
+        self.num_seen, self._num_checked, self.nats = min(1, len(tokens)), 0, 0.0
+        self.problem: str | None = None
+        self._is_open = False  # tokens may be shown that are not committed
+
+    def __len__(self) -> int:
+        """Return the number of all tokens, N + 1."""
+        return len(self._tokens)
+
+    @property
+    def seen(self) -> np.ndarray:
+        """x_0 ... x_(t-1), where x_t is the next token to commit."""
+        return self._view(self.num_seen)
+
+    def describe(self) -> dict[str, Any]:
+        """Return how many tokens were secret to what predicted them, and the SHA-256 of all distributions, in fp32."""
+        return {"checked_tokens": self._num_checked, "distributions_sha256": self._hash.hexdigest()}
+
+    def commit(self, predict: Predict, count: int = 1) -> None:
+        """Commit the distributions of the next `count` tokens, x_t ... x_(t+count-1). They are seen from then on.
+
+        predict: is given x_0 ... x_(t+count-2), and returns their log-probabilities, (count, V), each from the tokens
+        before it only. It may be called several times; it must change nothing.
+
+        "places": a copy of this process (fork) predicts the block, too. To it, the tokens are others from a place on
+        that it draws from the system's entropy; up to there its distributions must be the same, to the bit. Neither
+        process can know what the other sees, so nothing that a scorer keeps, counts or overwrites helps it. "tokens":
+        each distribution is from a pass of its own, to which the token is unknown.
+
+        Raises IllegalScorer if a distribution is not one, or depends on what it may not, or nothing is left to commit.
+        """
+        start, stop = self.num_seen, self.num_seen + count
+        if self.problem is not None or self._is_open:
+            self._refuse(self.problem or _OPEN)
+        if not start < stop <= len(self):
+            self._refuse(f"{count} tokens are committed when {len(self) - start} are left; each is scored once")
+        self._is_open = True  # and remains so if predict raises
+        if count == 1 or self._check is None:
+            rows = self._predicted(predict, start, stop, stop - 1)
+        elif self._check == "tokens":
+            parts = [self._predicted(predict, start, stop, cut)[cut - start :][:1] for cut in range(start, stop)]
+            rows = torch.cat(parts)
+            self._num_checked += count - 1
+        else:
+            rows = self._checked(predict, start, stop)
+        if self.problem is not None:
+            self._refuse(self.problem)
+        self._is_open = False
+        self._shown[start:stop] = self._tokens[start:stop]
+        self.num_seen = stop
+        targets = torch.from_numpy(self._tokens[start:stop].astype(np.int64)).to(rows.device)
+        of_targets = as_fp64(rows.gather(1, targets[:, None])[:, 0])
+        self.nats += (as_fp64(rows).logsumexp(-1) - of_targets).sum().item()
+        if self._check is not None:
+            self._hash.update(_bytes(rows))
+
+    def _predicted(self, predict: Predict, start: int, stop: int, cut: int) -> Tensor:
+        """Return the distributions of x_start ... x_(stop-1), predicted from inputs that are others from x_cut on."""
+        self._shown[start : stop - 1] = self._tokens[start : stop - 1]
+        if cut < stop - 1:
+            random, original = np.random.default_rng(), self._tokens[cut]  # seeded by the system's entropy
+            others = self._tokens[self._tokens != original]  # frequent tokens often: a class of them is a class to test
+            others = others if len(others) else np.array([(original + 1) % self._vocab_size])
+            self._shown[cut] = random.choice(others)
+            self._shown[cut + 1 : stop - 1] = random.choice(self._tokens, stop - cut - 2)
+        rows = predict(self._view(stop - 1)).detach().to(torch.float32, copy=True)  # ours: no later pass writes into it
+        if rows.shape != (stop - start, self._vocab_size):
+            self._refuse(
+                f"the log-probabilities of {stop - start} tokens have shape {tuple(rows.shape)}; they must be full"
+                f" distributions, ({stop - start}, {self._vocab_size})"
             )
-            break
-    return problems
+        sums = as_fp64(rows).exp().sum(-1)
+        wrong = ~((sums - 1).abs() <= _SUM_TOLERANCE)  # also for NaN
+        if wrong.any():
+            place = int(wrong.nonzero()[0, 0])
+            self._refuse(f"the probabilities of token {start + place} sum to {sums[place].item():.6g} instead of 1")
+        return rows
+
+    def _checked(self, predict: Predict, start: int, stop: int) -> Tensor:
+        """Return the distributions of a block, compared up to a secret place with those of a copy of this process."""
+        receiving, sending = os.pipe()
+        with _one_thread():  # because the threads of a pool do not live on in a copy
+            if not (copy := os.fork()):
+                try:
+                    cut = int(np.random.default_rng().integers(start, stop - 1))
+                    rows = self._predicted(predict, start, stop, cut)[: cut - start + 1]
+                    os.write(sending, cut.to_bytes(8) + hashlib.sha256(_bytes(rows)).digest())
+                finally:
+                    os._exit(0)
+            try:
+                os.close(sending)
+                rows = self._predicted(predict, start, stop, stop - 1)
+                with open(receiving, "rb", closefd=False) as file:
+                    said = file.read()
+            finally:
+                os.close(receiving)
+                os.waitpid(copy, 0)
+        if not said:
+            self._refuse(f"tokens {start} to {stop - 1} could not be predicted from other tokens")
+        cut, expected = int.from_bytes(said[:8]), said[8:]
+        if hashlib.sha256(_bytes(rows[: cut - start + 1])).digest() != expected:
+            self._refuse(f"the distributions of tokens {start} to {cut} depend on token {cut} or later ones")
+        self._num_checked += 1
+        return rows
+
+    def _view(self, stop: int) -> np.ndarray:
+        view = self._shown[:stop]
+        view.flags.writeable = False
+        return view
+
+    def _refuse(self, problem: str) -> NoReturn:
+        self.problem = problem
+        raise IllegalScorer(problem)
 
 
-def _run(
-    scorer: Scorer, tokens: np.ndarray, vocab_size: int, problems: list[str] | None = None, last: int | None = None
-) -> dict[int, bytes]:
-    """Return a hash of each target's distribution, up to target `last`. problems: gets what is wrong with commits."""
-    hashes: dict[int, bytes] = {}
-    problems = [] if problems is None else problems
-    expected = 1
-    for targets, log_probs in scorer(tokens):
-        problems += _distribution_problems(targets, log_probs, vocab_size)
-        for target, row in zip(map(int, targets), log_probs.detach().cpu().contiguous(), strict=False):
-            if target != expected and not problems:
-                what = "again" if target in hashes else f"when token {expected} was next"
-                problems.append(f"token {target} is committed {what}; each token must be committed once, in order")
-            expected = target + 1
-            hashes[target] = hashlib.blake2b(row.view(torch.uint8).numpy().tobytes(), digest_size=16).digest()
-        if problems or (last is not None and expected > last):
-            break
-    else:
-        if expected != len(tokens):
-            problems.append(f"token {expected} is the first that is not committed; there are {len(tokens)}")
-    return hashes
+def guarded(scorer: Scorer, tokens: np.ndarray, vocab_size: int, check: str | None = None) -> Reader:
+    """Score a stream under guard; return the reader, which has the nats.
+
+    check: "places" or "tokens", see `Reader`; None: places, or tokens where a copy of the process cannot compute the
+    same: beside an accelerator, and on systems without a safe fork. Raises IllegalScorer, for a scorer that ends early,
+    too, or goes on after it was refused.
+    """
+    can_fork = sys.platform == "linux" and not torch.accelerator.is_available()
+    reader = Reader(tokens, vocab_size, check or ("places" if can_fork else "tokens"))
+    scorer(reader)
+    if reader.problem is None and reader.num_seen < len(reader):
+        reader.problem = f"token {reader.num_seen} is the first that is not committed; there are {len(reader)}"
+    if reader.problem is not None:
+        raise IllegalScorer(reader.problem)
+    return reader
 
 
-def _distribution_problems(targets: np.ndarray, log_probs: Tensor, vocab_size: int) -> list[str]:
-    if log_probs.shape != (len(targets), vocab_size):
-        return [
-            f"the log-probabilities of {len(targets)} tokens have shape {tuple(log_probs.shape)}; they must be full"
-            f" distributions, ({len(targets)}, {vocab_size})"
-        ]
-    sums = as_fp64(log_probs).exp().sum(-1)
-    wrong = ~((sums - 1).abs() <= _SUM_TOLERANCE)  # also for NaN
-    if not wrong.any():
-        return []
-    place = int(wrong.nonzero()[0, 0])
-    return [f"the probabilities of token {int(targets[place])} sum to {sums[place].item():.6g} instead of 1"]
+def _bytes(rows: Tensor) -> bytes:
+    return rows.cpu().contiguous().numpy().tobytes()
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -21,14 +22,13 @@ from torch.nn import functional as F
 from hfgolf.data.batches import Stream, evaluation_extent
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode
-from hfgolf.evaluate.windows import IGNORED, Plan, as_fp64, batches, plan_windows
-from hfgolf.golf.legality import Commits, Scorer
+from hfgolf.evaluate.windows import IGNORED, Plan, batches, plan_windows
+from hfgolf.golf.legality import Predict, Reader, guarded
 from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-Read = Callable[[np.ndarray], np.ndarray]
 Logits = Callable[[Tensor], Tensor]
 """Input ids (B, T) -> logits (B, T, V), causally."""
 
@@ -175,32 +175,35 @@ def stream_chunks(plan: Plan, chunk_tokens: int) -> list[Chunk]:
 def document_chunks(
     num_tokens: int, length: int, chunk_tokens: int, separators: np.ndarray
 ) -> tuple[Plan, list[Chunk]]:
-    """Plan chunks of chunk_tokens targets inside each document, each from up to `length` tokens that end with it.
+    """Plan chunks of chunk_tokens targets inside each document, each from a window of up to `length` tokens.
 
-    Unlike `plan_windows`, the first `length` targets of a document are several chunks, from shorter windows.
+    Unlike `plan_windows`, the first `length` targets of a document are several chunks, from shorter windows. A chunk is
+    at most one window.
     """
+    chunk_tokens = min(chunk_tokens, length)
     documents = plan_windows("documents", num_tokens, num_tokens, num_tokens, separators)
     chunks = []
     for begin, _, last in documents.windows.tolist():
         for first in range(begin + 1, last + 1, chunk_tokens):
             end = min(first + chunk_tokens - 1, last)
-            chunks.append(Chunk(np.array([[max(begin, end - length), first, end]]), first == begin + 1))
+            context = max(begin, first + chunk_tokens - 1 - length)  # which the end of the document does not move
+            chunks.append(Chunk(np.array([[context, first, end]]), first == begin + 1))
     windows = np.concatenate([chunk.windows for chunk in chunks])
     plan = dataclasses.replace(documents, length=length, stride=chunk_tokens, windows=windows)
     return plan, chunks
 
 
 def score_first(
+    reader: Reader,
     logits: Logits,
-    read: Read,
     plan: Plan,
     chunks: Sequence[Chunk],
     *,
     batch_size: int,
     device: torch.device | str = "cpu",
     adapter: Adapter | None = None,
-) -> Generator[tuple[np.ndarray, Tensor], None, None]:
-    """Yield (targets, log-probabilities) of each batch of windows, chunk by chunk; adapt after each chunk but the last.
+) -> None:
+    """Commit each batch of windows, chunk by chunk; adapt after each chunk but the last.
 
     A document's last chunk is not trained on either: nothing of that document is left to score.
     """
@@ -209,26 +212,27 @@ def score_first(
             if adapter is not None and chunk.starts_document:
                 adapter.start_document()
             width = int((chunk.windows[:, 2] - chunk.windows[:, 0]).max())
-            part = dataclasses.replace(plan, mode="sliding", length=width, windows=chunk.windows)  # in this order
-            targets = part.targets()
-            for inputs, labels in batches(read, part, min(batch_size, len(chunk.windows))):
-                with torch.no_grad():
-                    log_probs = logits(inputs.to(device))[labels.to(device) != IGNORED].float().log_softmax(-1)
-                yield targets[: len(log_probs)], log_probs
-                targets = targets[len(log_probs) :]
+            for start in range(0, len(chunk.windows), batch_size):
+                windows = chunk.windows[start : start + batch_size]
+                part = dataclasses.replace(plan, mode="sliding", length=width, windows=windows)  # in this order
+                reader.commit(_predictor(logits, part, device), part.num_scored)
             has_more = number + 1 < len(chunks) and not chunks[number + 1].starts_document
             if adapter is not None and has_more:
                 begin, end = int(chunk.windows[0, 0]), int(chunk.windows[-1, 2])
-                adapter.adapt(read(np.arange(begin, end + 1)), chunk.windows - begin)
+                adapter.adapt(reader.seen[begin : end + 1], chunk.windows - begin)
 
 
-def total_nats(commits: Commits, read: Read) -> float:
-    """Return the total nats of the tokens that were committed, summed in fp64."""
-    nats = 0.0
-    for targets, log_probs in commits:
-        ids = torch.from_numpy(read(targets).astype(np.int64)).to(log_probs.device)
-        nats -= as_fp64(log_probs.gather(1, ids[:, None])).sum().item()
-    return nats
+def _predictor(logits: Logits, plan: Plan, device: torch.device | str) -> Predict:
+    """Return what predicts the targets of a plan's windows in one forward pass."""
+
+    def predict(tokens: np.ndarray) -> Tensor:
+        # of the last target, which is unknown, the labels only say that it is one
+        read = partial(tokens.take, mode="clip")
+        ((inputs, labels),) = batches(read, plan, len(plan.windows))
+        with torch.no_grad():
+            return logits(inputs.to(device))[labels.to(device) != IGNORED].float().log_softmax(-1)
+
+    return predict
 
 
 @dataclass(frozen=True)
@@ -267,39 +271,50 @@ class ScorerSettings:
         return {name: getattr(self, name) for name in ("adapter", "chunk_tokens", "learning_rate", *names)}
 
 
-def build_scorer(model: nn.Module, accelerator: Accelerator, settings: ScorerSettings) -> Scorer:
-    """Return the scorer of a model on the accelerator's device, in its precision. The model should be in eval mode."""
+def evaluate_in_order(
+    model: nn.Module,
+    stream: Stream,
+    accelerator: Accelerator,
+    settings: ScorerSettings,
+    vocab_size: int,
+    *,
+    is_guarded: bool = False,
+) -> tuple[Evaluation, dict[str, Any] | None]:
+    """Evaluate a model on a whole stream, with test-time training or under guard (legality.py) or both.
+
+    Each token is committed in order, from a forward pass of settings.batch_size windows; under guard, each such pass
+    is checked at one place, so few windows are many checks. Where documents end is told beforehand, to place windows.
+    Also returns what the guard did.
+
+    Weights and mode of the model are as before afterwards. Raises UserError with more than one process (each chunk
+    depends on the one before it) and in fp16, and IllegalScorer if the model is not causal.
+    """
+    if accelerator.num_processes > 1 or accelerator.mixed_precision == "fp16":
+        what = "The legality check" if is_guarded else "Test-time training"
+        raise UserError(f"{what} runs on one process, in bf16 or fp32; start it with plain python.")
+    plan, chunks = settings.plan(stream.tokens)
+    rate = settings.learning_rate
 
     def logits(inputs: Tensor) -> Tensor:
         with accelerator.autocast():
             output: Tensor = model.forward(input_ids=inputs, use_cache=False).logits
         return output
 
-    def scorer(tokens: np.ndarray) -> Any:
-        plan, chunks = settings.plan(tokens)
-        rate = settings.learning_rate
-        adapter: Adapter | None = None
-        if settings.adapter == "sgd":
-            schedule = {"num_chunks": len(chunks), "epochs": settings.epochs}
-            adapter = SgdAdapter(model, logits, length=settings.length, learning_rate=rate, **schedule)
-        elif settings.adapter == "lora":
-            adapter = LoraAdapter(model, logits, rank=settings.rank, learning_rate=rate)
-        options = {"batch_size": settings.batch_size, "device": accelerator.device}
-        return score_first(logits, tokens.__getitem__, plan, chunks, adapter=adapter, **options)
+    adapter: Adapter | None = None
+    if settings.adapter == "sgd":
+        schedule = {"num_chunks": len(chunks), "epochs": settings.epochs}
+        adapter = SgdAdapter(model, logits, length=settings.length, learning_rate=rate, **schedule)
+    elif settings.adapter == "lora":
+        adapter = LoraAdapter(model, logits, rank=settings.rank, learning_rate=rate)
+    options = {"batch_size": settings.batch_size, "device": accelerator.device, "adapter": adapter}
 
-    return scorer
+    def scorer(reader: Reader) -> None:
+        score_first(reader, logits, plan, chunks, **options)
 
-
-def evaluate_adapting(
-    model: nn.Module, stream: Stream, accelerator: Accelerator, settings: ScorerSettings
-) -> Evaluation:
-    """Evaluate a model on a whole stream with test-time training. Its weights and its mode are as before afterwards.
-
-    Raises UserError with more than one process (each chunk depends on the one before it) and in fp16.
-    """
-    if accelerator.num_processes > 1 or accelerator.mixed_precision == "fp16":
-        raise UserError("Test-time training runs on one process, in bf16 or fp32; start it with plain python.")
-    plan, _ = settings.plan(stream.tokens)
     with evaluation_mode(model):
-        nats = total_nats(build_scorer(model, accelerator, settings)(stream.tokens), stream.read)
-    return Evaluation(nats, plan.num_scored, evaluation_extent(stream)[1])
+        if is_guarded:
+            reader = guarded(scorer, stream.tokens, vocab_size)
+        else:
+            scorer(reader := Reader(stream.tokens, vocab_size, check=None))
+    evaluation = Evaluation(reader.nats, plan.num_scored, evaluation_extent(stream)[1])
+    return evaluation, reader.describe() if is_guarded else None

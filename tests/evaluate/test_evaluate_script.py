@@ -142,6 +142,17 @@ def test_test_time_training_is_legal_and_learns_repeated_text(foreign, texts, ev
     assert (flat["adaptation"], adapted["adaptation"]) == (None, says)
     assert adapted["num_tokens"] == flat["num_tokens"] == adapted["coverage"]["num_scored"]
     assert adapted["bits_per_byte"] < flat["bits_per_byte"] - 0.1
+    assert flat["legality"] is None and adapted["legality"]["checked_tokens"] > 10
+    assert adapted["loss"] == pytest.approx(json.loads(evaluate(*common, "--adapt", *adapt).out)["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("mode", [("flat",), ("sliding", "--stride", 4), ("documents",)])
+def test_the_guarded_score_is_the_score(foreign, texts, evaluate, mode):
+    common = ("--model", foreign, "--files", texts, "--json", "--evaluation", *mode)
+    plain, guarded = (json.loads(evaluate(*common, *options).out) for options in ([], ["--check_legality"]))
+    for name in ("loss", "num_tokens", "num_bytes", "coverage"):
+        assert guarded[name] == (pytest.approx(plain[name], rel=1e-6) if name == "loss" else plain[name])
+    assert guarded["legality"]["checked_tokens"] >= guarded["num_tokens"] // 16
 
 
 def test_illegal_scorer_gets_no_score(foreign, texts, evaluate, monkeypatch):
@@ -155,7 +166,9 @@ def test_illegal_scorer_gets_no_score(foreign, texts, evaluate, monkeypatch):
     monkeypatch.setattr(GPT2LMHeadModel, "forward", peeking)
     status, printed, error = evaluate("--model", foreign, "--files", texts, "--check_legality")
     assert (status, printed) == (1, "")
-    assert re.fullmatch(r"no score: the scorer is not legal: the distribution of token 1 depends on token 1.*\n", error)
+    assert re.fullmatch(
+        r"no score: the scorer is not legal: the distributions of tokens 1 to \d+ depend on .*\n", error
+    )
 
 
 def test_certificate_accompanies_the_score(foreign, texts, tmp_path, evaluate):

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional as F
 
 from hfgolf.evaluate.windows import plan_windows, score, sum_nats
-from hfgolf.golf.score_first import LoraAdapter, SgdAdapter, document_chunks, score_first, stream_chunks, total_nats
+from hfgolf.golf.legality import Reader
+from hfgolf.golf.score_first import LoraAdapter, SgdAdapter, document_chunks, score_first, stream_chunks
 from hfgolf.system.errors import UserError
 
 SEPARATOR = 256
@@ -51,22 +52,33 @@ class Recorder:
         self.seen.append((tokens, windows))
 
 
+class Rows(Reader):
+    """A reader that checks nothing, and keeps the distributions of each commit."""
+
+    def __init__(self, tokens) -> None:
+        super().__init__(tokens, 257, check=None)
+        self.rows = []
+
+    def commit(self, predict, count=1):
+        super().commit(lambda tokens: self.rows.append(predict(tokens)) or self.rows[-1], count)
+
+
 @pytest.mark.parametrize("stride", [4, 16])
 def test_adapter_sees_only_scored_tokens(logits, tokens, stride):
     plan = plan_windows("sliding", len(tokens), 16, stride)
-    recorder = Recorder()
     chunks = stream_chunks(plan, 40)
-    committed, handed = 0, []
-    read = tokens.__getitem__
-    for targets, log_probs in score_first(logits, read, plan, chunks, batch_size=2, adapter=recorder):
-        assert targets[0] == committed + 1 and log_probs.shape == (len(targets), 257)
-        handed += [item for item in recorder.seen if isinstance(item, tuple)]
-        for seen, windows in recorder.seen[1:]:
-            assert len(seen) == windows[-1, 2] + 1, "no token after the last that was scored"
-            assert committed >= windows[-1, 2] - windows[0, 1] + 1
-        recorder.seen = recorder.seen[:1]
-        committed = int(targets[-1])
-    assert committed == len(tokens) - 1
+    reader = Reader(tokens, 257, check=None)
+
+    class Watcher(Recorder):
+        def adapt(self, tokens, windows):
+            assert reader.num_seen - 1 == chunks[len(self.seen) - 1].windows[-1, 2], "the chunk is committed"
+            assert len(tokens) == windows[-1, 2] + 1, "no token after the last that was scored"
+            super().adapt(tokens, windows)
+
+    recorder = Watcher()
+    score_first(reader, logits, plan, chunks, batch_size=2, adapter=recorder)
+    assert np.array_equal(reader.seen, tokens)
+    handed = recorder.seen[1:-1]
     assert len(handed) == len(chunks) - 1, "the last chunk is not trained on"
     places = np.concatenate([seen[windows[0, 1] :] for seen, windows in handed])
     assert np.array_equal(places, tokens[1 : 1 + len(places)]), "each chunk once, in order"
@@ -78,12 +90,18 @@ def test_documents_start_fresh_and_their_last_chunk_is_not_trained_on(logits, to
     assert plan.targets().tolist() == [*range(1, len(tokens))]
     for begin, first, last in plan.windows.tolist():
         assert last - first < 10 and last - begin <= 16
-        assert begin == max(np.flatnonzero(tokens[:first] == SEPARATOR)[-1], last - 16)
-    for _ in score_first(logits, tokens.__getitem__, plan, chunks, batch_size=2, adapter=recorder):
-        pass
+        start = np.flatnonzero(tokens[:first] == SEPARATOR)[-1]
+        assert begin == max(start, first + 9 - 16), "the context does not tell where the document ends"
+    score_first(Reader(tokens, 257, check=None), logits, plan, chunks, batch_size=2, adapter=recorder)
     names = ["adapt" if isinstance(item, tuple) else item for item in recorder.seen]
     numbers = [-(-length // 10) - 1 for length in (11, 31, 60)]  # targets of each document, its closing separator too
     assert names == [name for number in numbers for name in ["start"] + ["adapt"] * number] + ["end"]
+
+
+def test_a_chunk_is_at_most_a_window(tokens):
+    plan, _ = document_chunks(len(tokens), 16, 100, np.flatnonzero(tokens == SEPARATOR))
+    assert plan.targets().tolist() == [*range(1, len(tokens))]
+    assert (plan.windows[:, 2] - plan.windows[:, 0]).max() == 16
 
 
 def adapters(model, logits, rate):
@@ -92,13 +110,14 @@ def adapters(model, logits, rate):
 
 
 def nats(logits, tokens, kind, adapter):
-    read = tokens.__getitem__
     if kind == "sgd":
         plan = plan_windows("sliding", len(tokens), 16, 8)
         chunks = stream_chunks(plan, 32)
     else:
         plan, chunks = document_chunks(len(tokens), 16, 8, np.flatnonzero(tokens == SEPARATOR))
-    return total_nats(score_first(logits, read, plan, chunks, batch_size=2, adapter=adapter), read), plan
+    reader = Reader(tokens, 257, check=None)
+    score_first(reader, logits, plan, chunks, batch_size=2, adapter=adapter)
+    return reader.nats, plan
 
 
 @pytest.mark.parametrize(("kind", "rate"), [("sgd", 1.0), ("lora", 0.03)])
@@ -119,12 +138,10 @@ def test_adapting_helps_on_repeated_text_and_restores_the_model(model, logits, t
 
 def test_lora_starts_each_document_from_the_model_itself(model, logits, tokens):
     plan, chunks = document_chunks(len(tokens), 16, 8, np.flatnonzero(tokens == SEPARATOR))
-    read = tokens.__getitem__
-    plain, adapted = (
-        list(score_first(logits, read, plan, chunks, batch_size=2, adapter=adapter))
-        for adapter in (None, LoraAdapter(model, logits, learning_rate=0.03))
-    )
-    same = [torch.equal(a[1], b[1]) for a, b in zip(plain, adapted, strict=True)]
+    plain, adapted = Rows(tokens), Rows(tokens)
+    for reader, adapter in ((plain, None), (adapted, LoraAdapter(model, logits, learning_rate=0.03))):
+        score_first(reader, logits, plan, chunks, batch_size=2, adapter=adapter)
+    same = [torch.equal(a, b) for a, b in zip(plain.rows, adapted.rows, strict=True)]
     assert same == [chunk.starts_document for chunk in chunks]
 
 
@@ -151,12 +168,16 @@ def test_adapters_restore_the_model_after_a_break_or_an_error(model, logits, tok
     before = logits(torch.arange(8)[None]).detach()
     adapter = adapters(model, logits, 1.0)[kind]
     plan = plan_windows("sliding", len(tokens), 16, 8)
-    commits = score_first(logits, tokens.__getitem__, plan, stream_chunks(plan, 32), batch_size=2, adapter=adapter)
-    for targets, _ in commits:
-        if targets[-1] > 40:
+    reader = Reader(tokens, 257, check=None)
+
+    def breaking(inputs):
+        if reader.num_seen > 40:
             assert not torch.equal(logits(torch.arange(8)[None]), before)
-            break
-    commits.close()
+            raise KeyboardInterrupt
+        return logits(inputs)
+
+    with pytest.raises(KeyboardInterrupt):
+        score_first(reader, breaking, plan, stream_chunks(plan, 32), batch_size=2, adapter=adapter)
     assert torch.equal(logits(torch.arange(8)[None]), before)
     with pytest.raises(UserError, match="LoRA needs linear layers"), LoraAdapter(torch.nn.Embedding(3, 4), logits):
         pass
