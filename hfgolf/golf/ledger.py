@@ -13,7 +13,8 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+import tempfile
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -25,16 +26,18 @@ from transformers import PreTrainedTokenizerFast
 from hfgolf.checkpoint.identity import Change, rule
 from hfgolf.config.parse import as_yaml
 from hfgolf.config.sections import RunConfig
-from hfgolf.data.tokenizer import entry_bytes, tokenizer_sha256
-from hfgolf.evaluate.token_bytes import adds_a_space
-from hfgolf.evaluate.windows import MODES
+from hfgolf.data.tokenizer import embedding_rows, entry_bytes, tokenizer_sha256
+from hfgolf.evaluate.text import tokenize_files
+from hfgolf.evaluate.token_bytes import adds_a_space, bytes_per_token
+from hfgolf.evaluate.windows import MODES, plan_windows
+from hfgolf.golf.certificate import certify
 from hfgolf.golf.decoder import read_config
 from hfgolf.golf.script import defaults, packed_script
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.run.record import read_json
 from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact_values
-from hfgolf.system.wording import one_line
+from hfgolf.system.wording import count_of, one_line
 
 COUNTS = ("challenge", "everything")
 """challenge: the program and the weights, as in Parameter Golf. everything: also what was needed to make them."""
@@ -140,14 +143,19 @@ def rescore(folder: Path, mode: str = "flat", stride: int | None = None) -> dict
 
 
 def rescore_folder(
-    folder: Path, mode: str | None = None, stride: int | None = None
+    folder: Path, mode: str | None = None, stride: int | None = None, raw_files: Sequence[str] = ()
 ) -> tuple[dict[str, Any], list[str]]:
     """Score an exported folder again; return the figures, and how it differs from its ledger.
 
     mode, stride: of the evaluation; None: those of the ledger, whose score must then come out again. Nothing of the
     folder is believed: score.py is run only if it is the program that hfgolf writes for the artifact, which files count
     is not the ledger's choice, and the text is what the tokens decode to. If something differs, nothing is scored, and
-    the figures are empty. Raises UserError if there is no ledger.
+    the figures are empty.
+
+    raw_files: the raw text (paths, globs or URLs), of which tokens, bytes and certificate must be. Without, they need
+    only agree with each other: then the text is the folder's own word.
+
+    Raises UserError if there is no ledger, or files cannot be read.
     """
     told = _read_told(folder)
     files = {folder / entry["name"]: tuple(entry["counted_by"]) for entry in told["files"]}
@@ -163,7 +171,9 @@ def rescore_folder(
         for entry, found in zip(told["files"], ledger["files"], strict=True)
         if (entry["bytes"], entry["sha256"]) != (found["bytes"], found["sha256"])
     ]
-    problem = None if problems else budget_problem(ledger) or _program_problem(folder) or _text_problem(folder)
+    problem = (
+        None if problems else budget_problem(ledger) or _program_problem(folder) or _text_problem(folder, raw_files)
+    )
     problems += [problem] if problem else []
     if problems:
         return {}, problems
@@ -173,12 +183,23 @@ def rescore_folder(
     figures = rescore(folder, mode, stride)
     if figures["sha256"] != told["weights_sha256"]:
         problems.append(f"{folder / ARTIFACT} decodes to other weights than the ledger states.")
-    nats, told_nats = figures["nats"], told["after"]["nats"]
-    is_same = math.isclose(nats, told_nats, rel_tol=_RELATIVE_TOLERANCE)
-    if {"mode": mode, "stride": stride} == settings and not is_same:
-        problems.append(f"The score is {nats} nats, but the ledger states {told_nats}.")
+    if {"mode": mode, "stride": stride} == settings:
+        problems += [
+            f"The score is {figures[name]} {name}, but the ledger states {told['after'].get(name)}."
+            for name in ("nats", "tokens", "bytes", "bpb")
+            if not _is_close(figures[name], told["after"].get(name))
+        ]
     counted_bytes = ledger["totals"][told["count"]]
-    return figures | {"counted_bytes": counted_bytes, "budget_bytes": told["budget_bytes"]}, problems
+    figures |= {
+        "counted_bytes": counted_bytes,
+        "budget_bytes": told["budget_bytes"],
+        "is_text_checked": bool(raw_files),
+    }
+    return figures, problems
+
+
+def _is_close(found: float, told: Any) -> bool:
+    return isinstance(told, int | float) and math.isclose(found, told, rel_tol=_RELATIVE_TOLERANCE)
 
 
 def _read_told(folder: Path) -> dict[str, Any]:
@@ -224,8 +245,8 @@ def _program_problem(folder: Path) -> str | None:
     )
 
 
-def _text_problem(folder: Path) -> str | None:
-    """Return how the bytes of the tokens differ from the text that they spell, or from the certificate's."""
+def _text_problem(folder: Path, files: Sequence[str]) -> str | None:
+    """Return how tokens, their bytes and the certificate differ from raw files; without these, from each other."""
     certificate = read_json(folder / CERTIFICATE)
     eos = read_config((folder / ARTIFACT).read_bytes()).get("eos_token_id", GolfConfig.eos_token_id or 0)
     try:
@@ -239,6 +260,8 @@ def _text_problem(folder: Path) -> str | None:
         return f"{folder}: {TOKENIZER}, {TOKENS} and {TOKEN_BYTES} do not belong together ({one_line(error)[:200]})."
     if len(tokens) != len(token_bytes) or (token_bytes > spelled).any():
         return f"{folder / TOKEN_BYTES}: a token stands for more bytes than {TOKENIZER} spells."
+    if files:
+        return _raw_problem(folder, files, tokenizer, tokens, token_bytes, certificate)
     text = hashlib.sha256()  # of what the tokens spell, without separators: the certificate's of all documents
     separator = tokenizer.eos_token_id
     for document in np.split(tokens, np.flatnonzero(tokens == separator)):
@@ -252,3 +275,34 @@ def _text_problem(folder: Path) -> str | None:
     }
     wrong = [name for name, value in expected.items() if certificate.get(name) != value]
     return f"{folder / CERTIFICATE} is of another text: {', '.join(wrong)} differ." if wrong else None
+
+
+def _raw_problem(
+    folder: Path,
+    files: Sequence[str],
+    tokenizer: PreTrainedTokenizerFast,
+    tokens: np.ndarray,
+    token_bytes: np.ndarray,
+    certificate: Mapping[str, Any],
+) -> str | None:
+    """Return how the tokens of a folder, their bytes and its certificate differ from those of raw files."""
+    with tempfile.TemporaryDirectory() as cache:
+        corpus, encoded = tokenize_files([*files], tokenizer, embedding_rows(tokenizer), "text", Path(cache))
+        stream = encoded.val
+        num_tokens = max(2, len(stream.tokens))  # a tokenizer that makes nothing of a text gets no certificate
+        plan = plan_windows("flat", num_tokens, min(1024, num_tokens - 1))
+        raw = certify(corpus, encoded, plan, is_training_known=False)
+        if not raw.holds:
+            return f"--files: {raw.line}"
+        if any(certificate.get(name) != raw.facts[name] for name in ("documents", "sha256", "num_bytes")):
+            told = str(certificate.get("documents"))
+            count = sum(str(document) in told for document in raw.facts["documents"])
+            return (
+                f"--files: {folder / CERTIFICATE} is of another text: of {certificate.get('num_bytes')} bytes, but this"
+                f" has {raw.facts['num_bytes']}, and {count} of its"
+                f" {count_of(raw.facts['num_documents'], 'document')} are in it; name exactly the text that was scored."
+            )
+        is_same = np.array_equal(stream.tokens, tokens)
+        if is_same and np.array_equal(bytes_per_token(stream, encoded.tokenizer), token_bytes):
+            return None
+        return f"{folder / TOKENS} or {TOKEN_BYTES} is not what {TOKENIZER} makes of --files."

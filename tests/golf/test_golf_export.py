@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import re
 import shutil
 import subprocess
@@ -14,12 +15,14 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from hfgolf import train
 from hfgolf.config.parse import load_config
 from hfgolf.golf import artifact
 from hfgolf.golf.decoder import read_sections
+from hfgolf.golf.ledger import rescore
 from hfgolf.golf.script import MAX_BYTES
 from hfgolf.golf.source import run_source
 from hfgolf.publish.hub import exported_files
@@ -296,12 +299,96 @@ def test_golf_score_believes_nothing_of_a_folder(exported, run_script, tmp_path,
     assert not (folder / "ran").exists(), "nothing foreign is executed"
 
 
-def test_a_score_that_is_not_the_ledgers_is_a_problem(exported, run_script, tmp_path):
+@pytest.mark.parametrize("name", ["nats", "bpb", "bytes", "tokens"])
+def test_a_score_that_is_not_the_ledgers_is_a_problem(exported, run_script, tmp_path, name):
     folder = tmp_path / "golf"
     shutil.copytree(exported, folder)
-    spoil("ledger.json", lambda data: data.replace(b'"nats": ', b'"nats": 1'))(folder)
+    forge_ledger(lambda told: told["after"].update({name: told["after"][name] * 2}))(folder)
     ended = run_script("golf_score.py", folder)
-    assert ended.status == 1 and "The score is " in ended.err
+    assert ended.status == 1 and f" {name}, but the ledger states " in ended.err and ended.err.count("\n") == 1
+
+
+@pytest.fixture
+def raw_text(exported, corpus_file, tmp_path):
+    """Return a file with the text that was scored: the end of the corpus."""
+    num_bytes = json.loads((exported / "certificate.json").read_text())["num_bytes"]
+    path = tmp_path / "raw.txt"
+    path.write_bytes(corpus_file.read_bytes()[-num_bytes:])
+    return path
+
+
+def forge_all(folder, raw, tokens, token_bytes, tokenizer=None):
+    """Make everything in a folder agree with other tokens and bytes, certificate and score too."""
+    forge(folder, "tokens.bin", tokens.astype("<u2").tobytes())
+    forge(folder, "bytes.bin", token_bytes.astype("<u2").tobytes())
+    changed = {
+        "num_tokens": len(tokens),
+        "num_bytes": int(token_bytes.sum()),
+        "sha256": hashlib.sha256(raw).hexdigest(),
+    }
+    changed["documents"] = [[changed["sha256"], changed["num_bytes"]]]
+    if tokenizer is not None:
+        forge(folder, "tokenizer.json.xz", lzma.compress(tokenizer.to_str().encode()))
+        changed["tokenizer_sha256"] = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+    certificate = json.loads((folder / "certificate.json").read_text()) | changed
+    (folder / "certificate.json").write_text(json.dumps(certificate))
+    forge_ledger(lambda told: told.update(after=rescore(folder)))(folder)
+
+
+def leave_out_text(folder, raw):
+    """The second half of the text, which is harder, say."""
+    tokens, token_bytes = (np.fromfile(folder / name, "<u2")[:1001] for name in ("tokens.bin", "bytes.bin"))
+    forge_all(folder, raw[:1000], tokens, token_bytes)
+
+
+def double_bytes(folder, raw):
+    """Each byte that was scored is spelled twice by the tokenizer."""
+    backend = Tokenizer.from_str(lzma.decompress((folder / "tokenizer.json.xz").read_bytes()).decode())
+    rules = json.loads(backend.to_str())
+    rules["model"]["vocab"] = {entry * (1 + (len(entry) == 1)): n for entry, n in rules["model"]["vocab"].items()}
+    doubled = Tokenizer.from_str(json.dumps(rules))
+    tokens, token_bytes = (np.fromfile(folder / name, "<u2") for name in ("tokens.bin", "bytes.bin"))
+    text = doubled.decode(tokens[1:].tolist(), skip_special_tokens=False).encode()
+    forge_all(folder, text, tokens, token_bytes * 2, doubled)
+
+
+def change_text_of(folder, raw):
+    """A text that is easier to predict, of as many bytes."""
+    tokens, token_bytes = (np.fromfile(folder / name, "<u2") for name in ("tokens.bin", "bytes.bin"))
+    tokens[1:] = tokens[1]
+    forge_all(folder, raw[:1] * (len(tokens) - 1), tokens, token_bytes)
+
+
+def keep_the_certificate(folder, raw):
+    """Other tokens, under the certificate of the text itself."""
+    certificate = (folder / "certificate.json").read_bytes()
+    change_text_of(folder, raw)
+    (folder / "certificate.json").write_bytes(certificate)
+
+
+def test_golf_score_compares_with_the_raw_text(exported, run_script, raw_text):
+    alone, compared = (run_script("golf_score.py", exported, *files) for files in ((), ("--files", raw_text)))
+    assert (alone.status, alone.err, compared.status, compared.err) == (0, "", 0, "")
+    assert "text           the folder's own word" in alone.out and "text           that of --files" in compared.out
+    assert compared.out.splitlines()[-1] == alone.out.splitlines()[-1], "the same score"
+    missing = run_script("golf_score.py", exported, "--files", raw_text.with_name("other.txt"))
+    assert (missing.status, missing.out) == (2, "") and missing.err.startswith("error: --files: ")
+
+
+@pytest.mark.parametrize("doctor", [leave_out_text, double_bytes, change_text_of, keep_the_certificate])
+def test_a_folder_that_agrees_with_itself_is_refused_beside_the_raw_text(
+    exported, run_script, tmp_path, raw_text, doctor
+):
+    folder = tmp_path / "golf"
+    shutil.copytree(exported, folder)
+    doctor(folder, raw_text.read_bytes())
+    alone = run_script("golf_score.py", folder)
+    if doctor is not keep_the_certificate:
+        assert alone.status == 0 and "the folder's own word" in alone.out
+    ended = run_script("golf_score.py", folder, "--files", raw_text)
+    assert (ended.status, ended.out) == (1, "") and ended.err.count("\n") == 1
+    said = {double_bytes: "--files: No certificate: ", keep_the_certificate: "is not what tokenizer.json.xz makes of "}
+    assert said.get(doctor, "certificate.json is of another text: of ") in ended.err
 
 
 def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path, run_script):
