@@ -26,7 +26,7 @@ from transformers import PreTrainedTokenizerFast
 from hfgolf.checkpoint.identity import Change, rule
 from hfgolf.config.parse import as_yaml
 from hfgolf.config.sections import RunConfig
-from hfgolf.data.tokenizer import embedding_rows, entry_bytes, tokenizer_sha256
+from hfgolf.data.tokenizer import document_start, embedding_rows, entry_bytes, tokenizer_sha256
 from hfgolf.evaluate.text import tokenize_files
 from hfgolf.evaluate.token_bytes import adds_a_space, bytes_per_token
 from hfgolf.evaluate.windows import MODES, plan_windows
@@ -262,10 +262,11 @@ def _text_problem(folder: Path, files: Sequence[str]) -> str | None:
         return f"{folder / TOKEN_BYTES}: a token stands for more bytes than {TOKENIZER} spells."
     if files:
         return _raw_problem(folder, files, tokenizer, tokens, token_bytes, certificate)
-    text = hashlib.sha256()  # of what the tokens spell, without separators: the certificate's of all documents
-    separator = tokenizer.eos_token_id
-    for document in np.split(tokens, np.flatnonzero(tokens == separator)):
-        ids = document[document != separator].tolist()
+    text = hashlib.sha256()  # of what the tokens spell, without what begins a document: the certificate's of all
+    start = document_start(tokenizer)
+    for document in np.split(tokens, np.flatnonzero(tokens == start[0])):
+        ids = document.tolist()
+        ids = ids[len(start) if ids[: len(start)] == start else 1 :]  # older versions: the separator alone
         text.update(backend.decode(ids, skip_special_tokens=False).encode())
     expected = {
         "num_tokens": len(tokens),
@@ -300,7 +301,8 @@ def _raw_problem(
             return (
                 f"--files: {folder / CERTIFICATE} is of another text: of {certificate.get('num_bytes')} bytes, but this"
                 f" has {raw.facts['num_bytes']}, and {count} of its"
-                f" {count_of(raw.facts['num_documents'], 'document')} are in it; name exactly the text that was scored."
+                f" {count_of(raw.facts['num_documents'], 'document')} are in it; name exactly the text that was scored,"
+                " in its order."
             )
         is_same = np.array_equal(stream.tokens, tokens)
         if is_same and np.array_equal(bytes_per_token(stream, encoded.tokenizer), token_bytes):

@@ -424,6 +424,36 @@ def test_any_golf_model_can_be_exported(trained, corpus_file, tmp_path, run_scri
     assert "## How small it is" in (tmp_path / "out" / "model" / "README.md").read_text()
 
 
+def test_an_export_whose_tokenizer_begins_each_text_with_a_token_is_scored_again(
+    trained, corpus_file, tmp_path, run_script
+):
+    shutil.copytree(trained / "model", tmp_path / "model")
+    rules = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    entry = next(entry for entry, number in rules["model"]["vocab"].items() if number == 1)
+    begins = {"SpecialToken": {"id": entry, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
+    special = {entry: {"id": entry, "ids": [1], "tokens": [entry]}}
+    rules["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": begins,
+        "pair": begins,
+        "special_tokens": special,
+    }
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(rules))
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.txt").write_text(name * 200)
+    texts = [tmp_path / "one.txt", tmp_path / "two.txt"]
+    options = ["--files", *texts, "--calibration_files", corpus_file, "--budget_bytes", BUDGET]
+    ended = run_script("golf_export.py", "--model", tmp_path / "model", "--output", tmp_path / "out", *options)
+    assert ended.status == 0, ended.err
+    assert np.fromfile(tmp_path / "out" / "tokens.bin", "<u2")[1] == 1
+    for files in ([], ["--files", *texts]):
+        assert run_script("golf_score.py", tmp_path / "out", *files).status == 0
+    assert (
+        "2 of its 2 documents are in it"
+        in run_script("golf_score.py", tmp_path / "out", "--files", *reversed(texts)).err
+    )
+
+
 def test_failed_certificate_gives_no_score(trained, corpus_file, tmp_path, run_script):
     """The validation text is also the training text."""
     copy = tmp_path / "copy.txt"
