@@ -38,8 +38,9 @@ _MAX_LAYERS = 1000  # transformers builds all layers before it reads the weights
 
 
 def load_exported(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a model and its tokenizer in evaluation mode, on a GPU if there is one. The native form of a Golf model is
-    loaded as that Golf model.
+    """Load a model and its tokenizer in evaluation mode, on a GPU if there is one.
+
+    A native form that was made from a Golf model becomes that Golf model again (see `as_trained`).
 
     name: what `find_model` takes; the model's `name_or_path` is what it meant. Only the special token ids of the
     generation config are kept: the caller decides how to generate. Raises UserError like `find_model` and `load_model`,

@@ -450,6 +450,8 @@ def _golf_config(theirs: Any, row: Architecture, has_biases: bool, is_as_made: b
     except ValueError as error:
         raise UserError(f"{row.name}: {error}") from None
     _require_same(theirs, _native_config(config, row, theirs.dtype))
+    if made_from and (misfits := _misfits(config, row)):  # somebody wrote it by hand
+        raise UserError(f"{row.name} needs {join_words(misfits, maximum=4)}.")
     return config
 
 

@@ -170,7 +170,7 @@ def _export(run: Run, summary: dict[str, Any], model: PreTrainedModel) -> None:
         picture = run.folder.report.with_suffix("") / "loss.png"
         pictures = [picture] if picture.is_file() else []
         tokenizer, val = run.tokens.tokenizer, run.tokens.val
-        exported_model = in_best_form(_plain_copy(model), val.read(np.arange(min(_REAL_IDS, len(val)))).tolist())
+        exported_model = in_best_form(_plain(model), val.read(np.arange(min(_REAL_IDS, len(val)))).tolist())
         is_for_llama_cpp = has_gguf(exported_model, tokenizer)
         card = model_card(run.resolved.config, summary, exported_model, pictures, is_for_llama_cpp)
         export_model(exported_model, tokenizer, run.folder.model, card, pictures)
@@ -194,13 +194,14 @@ def _export(run: Run, summary: dict[str, Any], model: PreTrainedModel) -> None:
         ) from None
 
 
-def _plain_copy(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a Golf model on the CPU whose pass is its own: accelerate's runs in the precision of the training."""
+def _plain(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a Golf model with the same tensors whose pass is its own: accelerate's has the training's precision."""
     if not isinstance(model, GolfForCausalLM):
         return model
     with torch.random.fork_rng([]):
         plain = GolfForCausalLM(copy.deepcopy(model.config))
-    plain.load_state_dict(model.state_dict())
+    plain.load_state_dict(model.state_dict(), assign=True)  # no copies of the tensors
+    plain.tie_weights()
     return plain.eval()
 
 
