@@ -87,7 +87,9 @@ def test_fsdp2_trains_saves_exports_and_pushes_as_ddp_does(tiny_run, tmp_path):
     assert summaries[0]["parameters"] == summaries[1]["parameters"] and "sample" in summaries[0]
     assert [summary["step"] for summary in summaries] == [3, 3]
     exported, best = exported_weights(fsdp / "model"), load_file(fsdp / "checkpoints" / "best" / "ema.safetensors")
-    assert best and all(torch.equal(exported[name], weight) for name, weight in best.items())
+    folded = {"model.embed_norm.weight", "model.embed_tokens.weight"}  # for good, because the head is not tied
+    assert best.keys() > folded
+    assert all(torch.equal(exported[name], weight) for name, weight in best.items() if name not in folded)
     samples = [(folder / "metrics.jsonl").read_text().count('"sample"') for folder in (fsdp, ddp)]
     assert samples[0] == samples[1] > 0
     assert repository.commits[0] == "step 3" and "validation loss" in repository.commits[-1]
