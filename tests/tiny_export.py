@@ -12,6 +12,7 @@ from hfgolf.config.sections import RunConfig, TokenizerSection
 from hfgolf.data.tokenizer import find_tokenizer
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.publish.load import load_exported
 from hfgolf.publish.model_card import model_card
 
 ROOT = Path(__file__).parents[1]
@@ -67,3 +68,8 @@ def push(python: Any, hub: HubServer | str, exported: Path, *options: str) -> An
 
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def exported_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """Return the weights of an exported folder under Golf's names, whatever its form."""
+    return load_exported(str(folder))[0].cpu().state_dict()

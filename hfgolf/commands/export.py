@@ -1,10 +1,9 @@
 """Export a checkpoint as a model with its card: hfgolf export --run runs/small --checkpoint best
 
 A run exports its best weights when it ends. Use this for a run that was killed, or for any other checkpoint. It also
-writes a model in transformers' own architecture, which loads without trust_remote_code, turns such a model back, and
-writes one file for llama.cpp and Ollama:
+turns a native model into Golf and back, and writes one file for llama.cpp and Ollama:
 
-    hfgolf export --model runs/small/model --to native --output small-native
+    hfgolf export --model runs/small/model --to golf --output small-golf
     hfgolf export --model runs/small/model --to gguf --output small.gguf
 """
 
@@ -39,13 +38,9 @@ def main() -> None:
     parser.add_argument(
         "--to",
         choices=["golf", "native", "gguf"],
-        help="golf: with hfgolf's modeling code; native: the architecture of transformers with the same logits; gguf:"
-        " one file for llama.cpp, if it has that architecture (golf)",
-    )
-    parser.add_argument(
-        "--xielu",
-        action="store_true",
-        help="with native: write Apertus' squared ReLU as xIELU with fixed constants, for tools that know only that",
+        help="golf: with hfgolf's modeling code; native: the architecture of transformers with the same logits, which"
+        " loads without trust_remote_code; gguf: one file for llama.cpp, if it has that architecture (native, or golf"
+        " if there is none)",
     )
     parser.add_argument(
         "--quantization",
@@ -55,8 +50,6 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.quantization and arguments.to != "gguf":
         raise UserError("--quantization: only a GGUF file has it; add --to gguf.")
-    if arguments.xielu and arguments.to != "native":
-        raise UserError("--xielu: only a native model has it; add --to native.")
     quantization = arguments.quantization or "f16"
     names = {"native": "model-native", "gguf": f"model-{quantization}.gguf"}
     if arguments.run is not None:
@@ -86,7 +79,7 @@ def main() -> None:
     def convert(model: str) -> str:
         if arguments.to == "gguf":
             return export_gguf(model, output, quantization)
-        return convert_folder(model, output, arguments.to, arguments.xielu)
+        return convert_folder(model, output, arguments.to)
 
     quiet_libraries()
     if arguments.run is None:
@@ -94,19 +87,20 @@ def main() -> None:
     elif arguments.to in names:
         with TemporaryDirectory() as scratch:
             golf = Path(scratch) / "model"
-            step = export_checkpoint(RunFolder(arguments.run), arguments.checkpoint, golf)
+            step = export_checkpoint(RunFolder(arguments.run), arguments.checkpoint, golf, is_golf=True)
             said = convert(str(golf))
         print(f"exported step {step} to {output} as {said}")
     else:
-        step = export_checkpoint(RunFolder(arguments.run), arguments.checkpoint, output)
+        is_golf = arguments.to == "golf"
+        step = export_checkpoint(RunFolder(arguments.run), arguments.checkpoint, output, is_golf=is_golf)
         print(f"exported step {step} to {output}")
 
 
-def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
+def export_checkpoint(run: RunFolder, which: str | None, output: Path, *, is_golf: bool = False) -> int:
     """Export a checkpoint's weights to `output` and return its step. Under optim.ema_export, exports the averaged ones.
 
-    which: latest, best or a path; None: best, or latest if nothing was evaluated. Raises UserError if there is no such
-    checkpoint, it is damaged, or `output` can't be written.
+    which: latest, best or a path; None: best, or latest if nothing was evaluated. is_golf: as Golf, even if there is a
+    native form. Raises UserError if there is no such checkpoint, it is damaged, or `output` can't be written.
     """
     from safetensors.torch import load_file
 
@@ -114,7 +108,9 @@ def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
     from hfgolf.checkpoint.identity import read_identity, saved_config
     from hfgolf.checkpoint.store import STATE_NAME, Rejected, find_checkpoint, verify
     from hfgolf.evaluate.sample import generate_text
+    from hfgolf.publish.convert import in_best_form
     from hfgolf.publish.export import export_model
+    from hfgolf.publish.gguf import has_gguf
     from hfgolf.publish.load import load_exported
     from hfgolf.publish.model_card import model_card
 
@@ -140,6 +136,7 @@ def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
         if not (checkpoint / EMA_NAME).is_file():
             raise UserError(f"--checkpoint: {checkpoint} has no averaged weights (optim.ema_export); {_others(run)}.")
         model.load_state_dict(load_file(checkpoint / EMA_NAME), strict=False)  # the file holds tied weights only once
+    sample = generate_text(model, tokenizer, seed=config.run.seed)
     summary = {
         "step": step,
         "steps": state["step"],
@@ -148,12 +145,15 @@ def export_checkpoint(run: RunFolder, which: str | None, output: Path) -> int:
         "is_best": step == state["best_step"],
         "parameters": model.num_parameters(),
         "model": str(output),
-        "sample": generate_text(model, tokenizer, seed=config.run.seed),
+        "sample": sample,
         "init_from": identity.get("init_from"),
         **_figures(run, config, step),
     }
+    if not is_golf:
+        model = in_best_form(model, tokenizer(sample, verbose=False)["input_ids"])
+    card = model_card(config, summary, model, has_gguf=has_gguf(model, tokenizer))
     with writing("--output", output):
-        export_model(model, tokenizer, output, model_card(config, summary, model))
+        export_model(model, tokenizer, output, card)
     return step
 
 

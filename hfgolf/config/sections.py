@@ -735,7 +735,7 @@ class HubSection(Section, frozen=True):
     """Also push every N steps; null: only at the end."""
     format: Literal["auto", "golf", "native"] = "auto"
     """native: an architecture of transformers with the same logits, which loads without trust_remote_code; refused if
-    there is none. golf: with hfgolf's modeling code. auto: native if there is one. The run folder holds golf."""
+    there is none. golf: with hfgolf's modeling code. auto: native if there is one, as in the run folder."""
     license: License | None = None
     """License of the weights for the model card, by the Hub's name, such as apache-2.0 or other; null: the card names
     none."""

@@ -6,6 +6,8 @@ Owns the content of that folder. Does not know the run that made the model.
 from __future__ import annotations
 
 import copy
+import dataclasses
+import json
 import math
 import shutil
 import tempfile
@@ -23,7 +25,7 @@ from hfgolf.system.durable import replace_folder
 from hfgolf.system.errors import writing
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 def export_model(
@@ -62,6 +64,7 @@ def _save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     if model.is_remote_code():
         custom_object_save(model, folder, config=config)  # type: ignore[arg-type]  # its docstring also allows a config
     config.save_pretrained(folder)
+    _remove_nulls(folder / "config.json", config)
     _generation_config(model, tokenizer).save_pretrained(folder)
     tokenizer = copy.deepcopy(tokenizer)
     for key in ("is_local", "local_files_only"):  # otherwise the file records how this tokenizer was loaded
@@ -72,6 +75,14 @@ def _save_all_but_weights(model: PreTrainedModel, tokenizer: PreTrainedTokenizer
     if isinstance(tokenizer.chat_template, dict):  # others would need a folder of their own
         tokenizer.chat_template = tokenizer.chat_template.get("default")
     tokenizer.save_pretrained(folder)
+
+
+def _remove_nulls(path: Path, config: PreTrainedConfig) -> None:
+    """Remove the fields of a config.json that are null by default: some programs take null for a value."""
+    null_by_default = {field.name for field in dataclasses.fields(config) if field.default is None}
+    fields = json.loads(path.read_bytes())
+    kept = {name: value for name, value in fields.items() if value is not None or name not in null_by_default}
+    path.write_text(f"{json.dumps(kept, indent=2)}\n")
 
 
 def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GenerationConfig:

@@ -93,6 +93,15 @@ def export_gguf(model: str, output: Path, quantization: str) -> str:
     return f"{sentence}; {quantization}, {size(output.stat().st_size)}"
 
 
+def has_gguf(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether `export_gguf` can write a native model."""
+    try:
+        gguf_fields(model, tokenizer)
+    except UserError:
+        return False
+    return True
+
+
 def gguf_fields(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> GgufTokenizer:
     """Return the tokenizer for the GGUF file of a native model. Raises UserError if llama.cpp can't express them."""
     config: Any = model.config

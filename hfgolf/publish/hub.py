@@ -52,12 +52,10 @@ def push_folder(folder: Path, repo_id: str, private: bool, message: str, format:
     form but it was asked for.
     """
     files = exported_files(folder)  # refuses links before anything reads the files
-    outgoing, said = folder, None
     with tempfile.TemporaryDirectory() as scratch:
-        if format != "golf":
-            from hfgolf.publish.convert import in_format  # late: it imports six architectures
+        from hfgolf.publish.convert import in_format  # late: it imports seven architectures
 
-            outgoing, said = in_format(folder, format, Path(scratch) / "model", repo_id)
+        outgoing, said = in_format(folder, format, Path(scratch) / "model", repo_id)
         files = files if outgoing == folder else exported_files(outgoing)
         url = _upload(outgoing, with_current_code(files), repo_id, private, message)
     return url if said is None else f"{url} as {said}"

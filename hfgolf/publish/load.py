@@ -40,6 +40,8 @@ _MAX_LAYERS = 1000  # transformers builds all layers before it reads the weights
 def load_exported(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Load a model and its tokenizer in evaluation mode, on a GPU if there is one.
 
+    A native form that was made from a Golf model becomes that Golf model again (see `as_trained`).
+
     name: what `find_model` takes; the model's `name_or_path` is what it meant. Only the special token ids of the
     generation config are kept: the caller decides how to generate. Raises UserError like `find_model` and `load_model`,
     or if the tokenizer cannot be loaded.
@@ -61,6 +63,10 @@ def _load(name_or_path: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
             name_or_path, trust_remote_code=False, local_files_only=is_cached_only(name_or_path)
         )
         tokenizer("a text")  # an invalid vocabulary fails only when it is used
+    if getattr(model.config, "golf", None) is not None:
+        from hfgolf.publish.native import as_trained  # late: it imports seven architectures
+
+        model = as_trained(model)
     if isinstance(model, GolfForCausalLM):
         tokenizer.split_special_tokens = True  # like in training, text that spells a special token is text
     model.generation_config = GenerationConfig.from_model_config(model.config)

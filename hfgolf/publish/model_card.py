@@ -40,13 +40,17 @@ _RESULTS = {"val_loss": "loss (nats per token)", "val_bits_per_byte": "bits per 
 
 
 def model_card(
-    config: RunConfig, summary: dict[str, Any], model: PreTrainedModel, pictures: Sequence[Path] = ()
+    config: RunConfig,
+    summary: dict[str, Any],
+    model: PreTrainedModel,
+    pictures: Sequence[Path] = (),
+    has_gguf: bool = False,
 ) -> str:
     """Return the card as Markdown with metadata.
 
     summary: the result of `train()`; missing figures are omitted. pictures: images of the training curves, referenced
-    by file name; export_model copies them next to the card. Secrets are redacted, even in the sample, because a model
-    may have learned them from its corpus.
+    by file name; export_model copies them next to the card. has_gguf: it can be written as GGUF. Secrets are redacted,
+    even in the sample, because a model may have learned them from its corpus.
     """
     title = (config.hub.repo_id or str(config.run.name)).split("/")[-1]
     figures = {metric: summary[metric] for metric in _RESULTS if math.isfinite(summary.get(metric, math.nan))}
@@ -63,7 +67,7 @@ def model_card(
         )
         for metric, value in figures.items()
     ]
-    init_from = summary.get("init_from") or {}
+    init_from, is_golf = summary.get("init_from") or {}, isinstance(model, GolfForCausalLM)
     public = config.replace(  # without the values that only concern this machine
         run__output_dir=RunSection().output_dir, run__price_per_hour=None, data__cache_dir=None, train__resume=None
     )
@@ -82,9 +86,9 @@ def model_card(
         data,
         template_path=str(_TEMPLATE),
         title=_plain(title),
-        architecture="GPT" if isinstance(model, GolfForCausalLM) else type(model).__name__,
+        architecture="GPT" if hasattr(model.config, "golf") or is_golf else type(model).__name__,
         usage=usage(
-            model, config.hub.repo_id or summary.get("model", title), is_chat=config.data.messages_column is not None
+            model, config.hub.repo_id or summary.get("model", title), config.data.messages_column is not None, has_gguf
         ),
         dataset=_trained_on(config),
         origin=_origin(init_from),
@@ -102,11 +106,10 @@ def model_card(
     return redact(f"{card}\n")
 
 
-def usage(model: PreTrainedModel, location: str, is_chat: bool, has_gguf: bool = False, was_golf: bool = False) -> str:
+def usage(model: PreTrainedModel, location: str, is_chat: bool, has_gguf: bool = False) -> str:
     """Return the sections on loading, chatting with and fine-tuning a model, and on running it elsewhere.
 
-    is_chat: it was trained on conversations. has_gguf: it can be written as GGUF. was_golf: it was trained as a Golf
-    model.
+    is_chat: it was trained on conversations. has_gguf: it can be written as GGUF.
     """
     config: Any = model.config
     linear = [name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
@@ -119,7 +122,9 @@ def usage(model: PreTrainedModel, location: str, is_chat: bool, has_gguf: bool =
         targets=json.dumps([name for name in dict.fromkeys(linear) if name != "lm_head"]),
         has_gguf=has_gguf,
         chat_section=CHAT_SECTION if is_chat else None,
-        was_golf=was_golf,
+        made_from=getattr(config, "golf", None),
+        num_parameters=f"{model.num_parameters():,}",
+        has_xielu=getattr(config, "hidden_act", None) == "xielu",
     )
 
 

@@ -24,6 +24,7 @@ from transformers import (
     Qwen3ForCausalLM,
     Starcoder2ForCausalLM,
 )
+from transformers.utils import logging as transformers_logging
 
 from hfgolf.config.sections import model_key
 from hfgolf.model.configuration_golf import MODEL_FIELDS, GolfConfig
@@ -50,6 +51,7 @@ _FREE = {
     *("rope_theta", "norm_eps", "tie_word_embeddings"),
     *("dropout", "use_cache", "initializer_range", "tied_embedding_std", "matrix_init"),
 }
+_OF_THE_TABLE = {"embedding_norm", "tie_word_embeddings"}
 _TRANSLATED = {*_BIASES, "use_bias", "hidden_act", "activation_function"}
 # Fields of a native config without an effect on its logits, or that are taken over whatever they are.
 _COSMETIC = {
@@ -190,19 +192,20 @@ def _said(value: Any) -> str:
 
 
 @torch.no_grad()
-def to_native(golf: GolfForCausalLM, xielu: bool = False) -> PreTrainedModel:
+def to_native(golf: GolfForCausalLM) -> PreTrainedModel:
     """Return the same model in transformers' own classes, with equal logits and dtype, in evaluation mode.
 
-    xielu: write Apertus' squared ReLU as xIELU with fixed constants, for tools that know only that. The constants are
-    exact in fp32; in bf16 the activation grows by a thousandth.
+    Its config says under `golf` what else the Golf model was, so that `from_native` can return exactly that.
 
-    Raises UserError if transformers has no such architecture, or no xIELU for it.
+    Raises UserError if transformers has no such architecture.
     """
     config = golf.config
     row = find_architecture(config)
-    if xielu and (row.model is not ApertusForCausalLM or config.activation != "relu2"):
-        raise UserError(f"--xielu: only Apertus with relu2 has it; this model is {row.name} with {config.activation}.")
-    native = row.model(_native_config(config, row, golf.dtype, xielu)).eval()
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity_error()  # it suggests a package for xIELU that ignores beta
+    with torch.random.fork_rng([]):  # a run may draw more numbers
+        native = row.model(_native_config(config, row, golf.dtype)).eval()
+    transformers_logging.set_verbosity(verbosity)
     nn.Module.to(native, device=golf.device, dtype=golf.dtype)
     state: dict[str, Tensor] = {}
     for name, tensor in golf.state_dict().items():
@@ -210,7 +213,8 @@ def to_native(golf: GolfForCausalLM, xielu: bool = False) -> PreTrainedModel:
         pieces = tensor.split(config.fused_rows) if len(parts) > 1 else [tensor]
         state |= {_renamed(part, row.names): piece for part, piece in zip(parts, pieces, strict=True)}
     # the embedding's norm depends on the token alone, so it folds into the table; a tied head keeps the raw one
-    if config.embedding_norm and row.folds_embedding_norm:
+    is_folded = config.embedding_norm and row.folds_embedding_norm
+    if is_folded:
         state["model.embed_tokens.weight"] = golf.model.embed_norm(state["model.embed_tokens.weight"])
     kept = {name: tensor for name, tensor in state.items() if "embed_norm" not in name}
     state = {name: _oriented(name, tensor, row, config.head_dim) for name, tensor in kept.items()}
@@ -221,23 +225,56 @@ def to_native(golf: GolfForCausalLM, xielu: bool = False) -> PreTrainedModel:
         elif name not in state and name.endswith(("bias", "norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
             state[name] = torch.full_like(tensor, float(name.endswith("weight")))
     native.load_state_dict(state)
+    plain = golf_shape(native.config)
+    made_from = {key: getattr(config, key) for key in MODEL_FIELDS if getattr(config, key) != getattr(plain, key)}
+    has_bias = is_folded and getattr(golf.model.embed_norm, "bias", None) is not None
+    if has_bias or (is_folded and not config.tie_word_embeddings):  # the table does not tell what it was
+        made_from = {key: value for key, value in made_from.items() if key not in _OF_THE_TABLE}
+    native.config.golf = made_from
     return native
 
 
 @torch.no_grad()
 def from_native(native: PreTrainedModel) -> GolfForCausalLM:
-    """Return the Golf model with the logits and dtype of a native one, in evaluation mode. An embedding norm that was
-    folded stays folded.
+    """Return the Golf model with the logits and dtype of a native one, in evaluation mode.
+
+    A model that `to_native` made becomes the one it was, weights included. If it was trained since, or if it was never
+    Golf, its embedding has no norm.
 
     Raises UserError if the table does not have its architecture, or Golf lacks one of its options.
     """
     row = _row(type(native))
     state = native.state_dict()
-    has_biases = row.is_gpt2 or any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))
-    config = _golf_config(native.config, row, has_biases)
     if getattr(native.config, row.activation) == "xielu":
         _require_squared_relu(row, state)
-    golf = GolfForCausalLM(config).eval()
+    try:
+        return _from_native(native, row, state)
+    except UserError:
+        if not _made_from(native.config):
+            raise
+    return _from_native(native, row, state, is_as_made=False)
+
+
+def as_trained(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the Golf model from which a native one was made; any other, or one that was trained since, as it is."""
+    made_from = _made_from(model.config)
+    if made_from is None:
+        return model
+    try:
+        golf = from_native(model)
+    except UserError:
+        return model
+    golf.name_or_path = model.name_or_path
+    return golf if all(getattr(golf.config, key) == value for key, value in made_from.items()) else model
+
+
+def _from_native(
+    native: PreTrainedModel, row: Architecture, state: dict[str, Tensor], is_as_made: bool = True
+) -> GolfForCausalLM:
+    has_biases = row.is_gpt2 or any(tensor.any() for name, tensor in state.items() if name.endswith("bias"))
+    config = _golf_config(native.config, row, has_biases, is_as_made)
+    with torch.random.fork_rng([]):
+        golf = GolfForCausalLM(config).eval()
     nn.Module.to(golf, device=native.device, dtype=native.dtype)
     back = {theirs: ours for ours, theirs in row.names.items()}
     state = {
@@ -245,15 +282,43 @@ def from_native(native: PreTrainedModel) -> GolfForCausalLM:
         for name, tensor in state.items()
         if "act_fn" not in name
     }
+    if config.embedding_norm and row.folds_embedding_norm:
+        table, state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"], state["lm_head.weight"]
+        state |= _unfolded(golf.model.embed_norm, table, state["lm_head.weight"])
     for name, tensor in golf.state_dict().items():
         source = [state.pop(part) for part in _parts(name, row) if part in state]
         if not source and not name.endswith("bias"):
             raise UserError(f"{row.name}: there is no {name}.")
         tensor.copy_(torch.cat(source) if source else torch.zeros_like(tensor))
-    left = [name for name, tensor in state.items() if tensor.any()]
+    # norm weights of one stand in for norms without weights
+    stand_in = {name for name, tensor in state.items() if not config.norm_weight and name.endswith("norm.weight")}
+    left = [name for name, tensor in state.items() if (tensor - float(name in stand_in)).any()]
     if left:
         raise UserError(f"{row.name}: Golf has nothing like {join_words(left, maximum=3)}.")
     return golf
+
+
+def _unfolded(norm: Any, table: Tensor, head: Tensor) -> dict[str, Tensor]:
+    """Return the weights (C) of the norm that makes a table (V, C) of the head (V, C), under their name.
+
+    Raises UserError if no norm does, because table or head were trained since.
+    """
+    weight, found = norm.weight, {}
+    if weight is not None:
+        normed = norm(head)  # a new norm has weights of one
+        largest = normed.abs().argmax(0, keepdim=True)
+        quotient = (table.gather(0, largest) / normed.gather(0, largest))[0].nan_to_num(1.0)
+        up = torch.full_like(quotient, math.inf)
+        # a quotient of rounded numbers may be a neighbor of the weight that was there
+        choices = torch.stack([quotient, quotient.nextafter(up), quotient.nextafter(-up)])
+        misses = torch.stack([(normed * choice != table).sum(0) for choice in choices])
+        best = misses.argmin(0, keepdim=True)
+        found["model.embed_norm.weight"] = choices.gather(0, best)[0]
+        weight.copy_(found["model.embed_norm.weight"])
+    apart = (norm(head) - table).abs().max()
+    if not apart <= 8 * torch.finfo(table.dtype).eps * table.abs().max():
+        raise UserError("its table was trained since hfgolf exported it; it is no longer the norm of its head.")
+    return found
 
 
 @torch.no_grad()
@@ -274,7 +339,7 @@ def compare(one: PreTrainedModel, other: PreTrainedModel, real_ids: list[int]) -
     return largest, largest_logit, sum(ids.numel() for ids in rows)
 
 
-def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool = False) -> tuple[PreTrainedModel, str]:
+def converted(model: PreTrainedModel, to: str, real_ids: list[int]) -> tuple[PreTrainedModel, str]:
     """Return a model as "native" or "golf", on the CPU, and a sentence that says what it is and how exact.
 
     real_ids: of a text that the model may be asked about. Converts and compares in fp32, and returns the model's dtype.
@@ -283,10 +348,11 @@ def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool 
     """
     if isinstance(model, GolfForCausalLM) == (to == "golf"):
         return model, f"{type(model).__name__}, as it was"
-    dtype = model.dtype
+    dtype, device = model.dtype, model.device
     model = nn.Module.to(model, device="cpu", dtype=torch.float32)
-    result = to_native(model, xielu) if isinstance(model, GolfForCausalLM) else from_native(model)
+    result = to_native(model) if isinstance(model, GolfForCausalLM) else from_native(model)
     apart, largest_logit, num_tokens = compare(model, result, real_ids)
+    nn.Module.to(model, device=device, dtype=dtype)
     if not apart <= TOLERANCE * max(1.0, largest_logit):  # or NaN
         raise UserError(
             f"{type(result).__name__} has other logits than {type(model).__name__}: they differ by"
@@ -294,6 +360,8 @@ def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool 
         )
     folded = to == "native" and model.config.embedding_norm and not isinstance(result, NanoChatForCausalLM)
     added = ", its embedding's norm folded into the table" if folded else ""
+    if folded and model.config.tie_word_embeddings:
+        added += f", which unties it: {result.num_parameters():,} parameters instead of {model.num_parameters():,}"
     rates = ("residual_dropout", "resid_pdrop")
     if to == "native" and model.config.dropout and not any(getattr(result.config, rate, 0) for rate in rates):
         added += ", without its dropout for further training"
@@ -301,23 +369,25 @@ def converted(model: PreTrainedModel, to: str, real_ids: list[int], xielu: bool 
         f"{type(result).__name__}{added}: logits within {apart:.1e} of {type(model).__name__}'s"
         f" on {num_tokens} tokens, random and real"
     )
-    nn.Module.to(model, dtype=dtype)
     return nn.Module.to(result, dtype=dtype), sentence
 
 
-# xIELU (Huang et al. 2024, arXiv:2411.13010) is squared ReLU if softplus(alpha_p) = 1 and softplus(alpha_n) = 0
-XIELU_OF_RELU2 = {"alpha_p": math.log(math.e - 1), "alpha_n": -100.0, "beta": 0.0, "eps": -1e-6}
+# xIELU (Huang et al. 2024, arXiv:2411.13010) is squared ReLU if softplus(alpha_p) = 1 and softplus(alpha_n) = 0: here
+# exactly, in fp32 and in bf16. At -100, the latter would be a denormal number, and those are slow on a CPU.
+XIELU_OF_RELU2 = {"alpha_p": math.log(math.e - 1), "alpha_n": -200.0, "beta": 0.0, "eps": -1e-6}
 
 
-def _native_config(config: GolfConfig, row: Architecture, dtype: torch.dtype, xielu: bool) -> PreTrainedConfig:
+def _native_config(config: GolfConfig, row: Architecture, dtype: torch.dtype) -> PreTrainedConfig:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.position_embedding == "none":
         rope |= {"rope_type": "linear", "factor": _NO_POSITIONS}
     values: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in row.fields.items()}
-    values[row.activation] = "xielu" if xielu else _ACTIVATIONS[config.activation]
+    # vLLM knows only xIELU for Apertus
+    is_xielu = row.model is ApertusForCausalLM and config.activation == "relu2"
+    values[row.activation] = "xielu" if is_xielu else _ACTIVATIONS[config.activation]
     values |= {} if row.is_gpt2 else {"rope_parameters": rope}
     native: PreTrainedConfig = row.model.config_class(
-        tie_word_embeddings=config.tie_word_embeddings and not config.embedding_norm,
+        tie_word_embeddings=config.tie_word_embeddings and not (config.embedding_norm and row.folds_embedding_norm),
         initializer_range=config.initializer_range or 0.02,
         dtype=dtype,
         **values,
@@ -327,6 +397,8 @@ def _native_config(config: GolfConfig, row: Architecture, dtype: torch.dtype, xi
 
 def golf_shape(config: PreTrainedConfig) -> GolfConfig:
     """Return the config of the Golf model that computes what a native one does, without a look at its weights.
+
+    If `to_native` made it, that of the model it was.
 
     Raises UserError like `from_native`. If the architecture has biases, so has the Golf model, even if all are zero.
     """
@@ -347,7 +419,13 @@ def _row(model: type) -> Architecture:
     return row
 
 
-def _golf_config(theirs: Any, row: Architecture, has_biases: bool) -> GolfConfig:
+def _made_from(config: PreTrainedConfig) -> dict[str, Any] | None:
+    """Return what a native config says of the Golf model that it was made from; None if it was made from none."""
+    made_from = getattr(config, "golf", None)
+    return made_from if isinstance(made_from, dict) else None
+
+
+def _golf_config(theirs: Any, row: Architecture, has_biases: bool, is_as_made: bool = True) -> GolfConfig:
     """Return the config of a native config's Golf model. Raises UserError if Golf lacks one of its options."""
     values = {name: allowed[0] for name, allowed in row.options.items() if len(allowed) == 1}
     values |= {ours: getattr(theirs, name) for name, ours in row.fields.items() if ours != "head_dim"}
@@ -364,19 +442,27 @@ def _golf_config(theirs: Any, row: Architecture, has_biases: bool) -> GolfConfig
         if known not in _UNGATED:
             raise UserError(f"{row.name}: {row.activation} {activation} is not one of Golf's: {', '.join(_UNGATED)}.")
         values["activation"] = known
+    values["tie_word_embeddings"] = theirs.tie_word_embeddings
+    made_from = (is_as_made and _made_from(theirs)) or {}
+    values |= {name: value for name, value in made_from.items() if name in MODEL_FIELDS}
     try:
-        config = GolfConfig(tie_word_embeddings=theirs.tie_word_embeddings, **values)
+        config = GolfConfig(**values)
     except ValueError as error:
         raise UserError(f"{row.name}: {error}") from None
-    _require_same(theirs, _native_config(config, row, theirs.dtype, activation == "xielu"))
+    _require_same(theirs, _native_config(config, row, theirs.dtype))
+    if made_from and (misfits := _misfits(config, row)):  # somebody wrote it by hand
+        raise UserError(f"{row.name} needs {join_words(misfits, maximum=4)}.")
     return config
 
 
 def _require_squared_relu(row: Architecture, state: dict[str, Tensor]) -> None:
     """Raise UserError if the constants of xIELU are not those with which it is squared ReLU."""
-    constants = {key: tensor for key, tensor in state.items() if "act_fn" in key and not key.endswith("eps")}
-    wanted = {key: torch.full_like(tensor, XIELU_OF_RELU2[key.rpartition(".")[2]]) for key, tensor in constants.items()}
-    if not all(torch.allclose(constants[key], wanted[key]) for key in constants):
+    for key in (key for key in state if "act_fn" in key and not key.endswith("eps")):
+        name = key.rpartition(".")[2]
+        wanted = torch.full_like(state[key], XIELU_OF_RELU2[name])
+        # hfgolf once wrote an alpha_n of -100
+        if torch.allclose(state[key], wanted) or (name == "alpha_n" and (state[key] <= -100).all()):
+            continue
         raise UserError(f"{row.name}: its xIELU was trained; Golf has only the one that is squared ReLU.")
 
 

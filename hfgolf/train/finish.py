@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -11,6 +12,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -31,6 +34,7 @@ from hfgolf.data.cache_folder import DamagedCacheError
 from hfgolf.evaluate.bits_per_byte import compressor_scores
 from hfgolf.evaluate.context import undo_compilation
 from hfgolf.measure.memory import used_memory_bytes
+from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
 from hfgolf.run.folder import FolderTakenError, RunFolder
@@ -46,6 +50,8 @@ from hfgolf.train.saving import flush
 from hfgolf.train.validation import evaluate, final_budget, read_share, sample
 
 logger = logging.getLogger(__name__)
+
+_REAL_IDS = 256  # of the validation text, on which the native form is compared with the model
 
 
 def report_failure(run: Run, raised: BaseException) -> BaseException:
@@ -157,11 +163,17 @@ def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
 
 def _export(run: Run, summary: dict[str, Any], model: PreTrainedModel) -> None:
     """Write the model's folder and summary.json. Raises UserError, saying what is left, if the disk is full."""
+    from hfgolf.publish.convert import in_best_form  # late: they import seven architectures
+    from hfgolf.publish.gguf import has_gguf
+
     try:
         picture = run.folder.report.with_suffix("") / "loss.png"
         pictures = [picture] if picture.is_file() else []
-        card = model_card(run.resolved.config, summary, model, pictures)
-        export_model(model, run.tokens.tokenizer, run.folder.model, card, pictures)
+        tokenizer, val = run.tokens.tokenizer, run.tokens.val
+        exported_model = in_best_form(_plain(model), val.read(np.arange(min(_REAL_IDS, len(val)))).tolist())
+        is_for_llama_cpp = has_gguf(exported_model, tokenizer)
+        card = model_card(run.resolved.config, summary, exported_model, pictures, is_for_llama_cpp)
+        export_model(exported_model, tokenizer, run.folder.model, card, pictures)
         # without the README, which a push edits
         exported = sorted(set(run.folder.model.iterdir()) - {run.folder.model / "README.md"})
         summary["peak_memory_bytes"] = used_memory_bytes(run.accelerator.device)  # with report and export
@@ -180,6 +192,17 @@ def _export(run: Run, summary: dict[str, Any], model: PreTrainedModel) -> None:
         raise UserError(
             f"run.output_dir: cannot write the model to {run.folder.model} ({one_line(error)}); {advice}."
         ) from None
+
+
+def _plain(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a Golf model with the same tensors whose pass is its own: accelerate's has the training's precision."""
+    if not isinstance(model, GolfForCausalLM):
+        return model
+    with torch.random.fork_rng([]):
+        plain = GolfForCausalLM(copy.deepcopy(model.config))
+    plain.load_state_dict(model.state_dict(), assign=True)  # no copies of the tensors
+    plain.tie_weights()
+    return plain.eval()
 
 
 def show_summary(summary: dict[str, Any]) -> None:
@@ -221,7 +244,7 @@ def show_summary(summary: dict[str, Any]) -> None:
     logger.info("run folder       %s", folder.path)
     if folder.report.is_file():
         logger.info("report           %s", folder.report)
-    trust = ", trust_remote_code=True" if "architecture" not in summary else ""
+    trust = ", trust_remote_code=True" if (folder.model / "modeling_golf.py").is_file() else ""
     logger.info('in Python        AutoModelForCausalLM.from_pretrained("%s"%s)', summary["model"], trust)
     command, name = own_command(), shlex.quote(str(folder.path))
     logger.info("next             %s generate %s\n%s%s chat %s", command, name, 17 * " ", command, name)

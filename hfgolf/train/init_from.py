@@ -184,6 +184,11 @@ def _load_golf(original: Any, model: GolfForCausalLM, tokens: TokenCache, length
         golf, sentence = converted(original, "golf", ids[ids < original.config.vocab_size].tolist())
     except UserError as error:
         raise UserError(f"model.init_from: {error}") from None
+    if golf.config.embedding_norm != model.config.embedding_norm:
+        raise UserError(
+            "model.init_from: the weights were trained since hfgolf exported them, so they are no longer the Golf model"
+            " that their config.json describes in its entry golf; remove that entry."
+        )
     _require_same_separator(golf.config, model.config)
     _copy(golf, model)
     model.config.loop_active = golf.config.loop_active

@@ -14,6 +14,7 @@ import torch
 from faults import before_step, flip_a_bit
 from huggingface_hub import ModelCard
 from safetensors.torch import load_file
+from tiny_export import exported_weights
 
 from hfgolf.publish.load import load_exported
 from hfgolf.train import loop
@@ -124,7 +125,7 @@ def test_any_checkpoint_exports_without_overwriting(killed, run_script, tmp_path
         output = tmp_path / f"model-{step}"
         said = run_script("export.py", "--run", folder, "--checkpoint", which, "--output", output)
         assert said.status == 0 and said.out == f"exported step {step} to {output}\n", said.err
-        weights = load_file(output / "model.safetensors")
+        weights = exported_weights(output)
         saved = load_file(folder / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
         assert all(torch.equal(weights[name], saved[name]) for name in saved)
     said = run_script("export.py", "--run", folder, "--checkpoint", "latest", "--to", "native")

@@ -92,10 +92,9 @@ def test_llama_cpp_has_the_same_logits_and_greedy_tokens(tmp_path, name, quantiz
         assert [next(written) for _ in range(12)] == greedy[0, len(ids) :].tolist()
 
 
-@pytest.mark.parametrize("xielu", [False, True])
-def test_a_native_folder_gives_the_file_of_its_golf_model(tmp_path, xielu):
+def test_a_native_folder_gives_the_file_of_its_golf_model(tmp_path):
     export_model(*build_tiny(), tmp_path / "golf", "# A card")
-    convert_folder(str(tmp_path / "golf"), tmp_path / "native", "native", xielu)
+    convert_folder(str(tmp_path / "golf"), tmp_path / "native", "native")
     for folder in ("golf", "native"):
         export_gguf(str(tmp_path / folder), tmp_path / folder / "a.gguf", "f16")
     golf, native = ((tmp_path / folder / "a.gguf").read_bytes() for folder in ("golf", "native"))

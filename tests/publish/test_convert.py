@@ -113,13 +113,11 @@ def test_label_smoothing_of_trainer_learns_the_next_token(exported, python):
 def test_a_native_folder_becomes_golf_again(exported, tmp_path):
     golf, _ = build_tiny()
     convert_folder(str(exported), tmp_path / "native", "native")
-    said = convert_folder(str(tmp_path / "native"), tmp_path / "golf", "golf")
-    assert said.startswith("GolfForCausalLM: logits within ")
+    assert convert_folder(str(tmp_path / "native"), tmp_path / "golf", "golf") == "GolfForCausalLM, as it was"
     back, tokenizer = load_exported(str(tmp_path / "golf"))
-    assert isinstance(back, GolfForCausalLM) and back.config.eos_token_id == 256
-    ids = torch.tensor([tokenizer("hello")["input_ids"]])
-    with torch.no_grad():
-        torch.testing.assert_close(back.cpu()(ids).logits, golf(ids).logits, rtol=0, atol=5e-6)
+    assert isinstance(back, GolfForCausalLM) and back.config.eos_token_id == 256 and tokenizer.split_special_tokens
+    for name, tensor in golf.state_dict().items():
+        assert torch.equal(back.cpu().state_dict()[name], tensor), name
     card = (tmp_path / "golf" / "README.md").read_text()
     assert "trust_remote_code=True" in card and "qkv_proj" in card and f'"{tmp_path / "golf"}"' in card
     assert {path.name for path in (tmp_path / "golf").iterdir()} == {path.name for path in exported.iterdir()}
@@ -133,9 +131,10 @@ def test_an_edited_card_without_the_sections_stays(exported, tmp_path):
 
 def test_export_script_converts_both_ways_and_refuses_in_one_line(exported, hfgolf, tmp_path):
     native = tmp_path / "native"
-    said = hfgolf("export", "--model", exported, "--to", "native", "--xielu", "--output", native)
+    said = hfgolf("export", "--model", exported, "--to", "native", "--output", native)
     assert said.status == 0 and said.out.startswith(f"exported {exported} to {native} as ApertusForCausalLM"), said.err
-    assert json.loads((native / "config.json").read_text())["hidden_act"] == "xielu"
+    config = json.loads((native / "config.json").read_text())
+    assert config["hidden_act"] == "xielu" and None not in config.values()
     assert hfgolf("export", "--model", native, "--to", "golf", "--output", tmp_path / "golf").status == 0
     for arguments, message in (
         (["--model", exported], "--model: say what to convert it to and where, with --to and --output."),
@@ -143,7 +142,6 @@ def test_export_script_converts_both_ways_and_refuses_in_one_line(exported, hfgo
         (["--model", exported, "--to", "native", "--output", native], f"--output: {native} already exists"),
         (["--model", exported, "--to", "gguf", "--output", "x"], "--output: x can't be written; allowed: a name that"),
         (["--model", exported, "--quantization", "f16"], "--quantization: only a GGUF file has it; add --to gguf."),
-        (["--model", exported, "--to", "golf", "--xielu", "--output", "x"], "--xielu: only a native model has it"),
         ([], "one of the arguments --run --model is required"),
     ):
         said = hfgolf("export", *arguments)

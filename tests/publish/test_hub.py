@@ -11,6 +11,7 @@ from hub_server import TOKEN, serving_here
 from tiny_export import SUMMARY, build_tiny, card_of, contents, push
 
 from hfgolf.publish import hub as hub_module
+from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.export import export_model
 from hfgolf.publish.hub import HubPusher, push_folder
 from hfgolf.system.command import own_command
@@ -76,6 +77,18 @@ def test_a_model_without_a_native_form_is_pushed_as_golf(our_hub, tmp_path, tiny
     said = push_folder(folder, "user/name", private=False, message="m")
     assert " as GolfForCausalLM: no architecture of transformers computes this model." in said and "\n" not in said
     assert our_hub.repositories["user/name"].files == contents(folder)
+
+
+def test_a_native_folder_is_pushed_as_it_is_or_as_the_golf_model_that_it_was(exported, our_hub, tmp_path):
+    native = tmp_path / "runs" / "native" / "model"
+    convert_folder(str(exported), native, "native")
+    assert push_folder(native, "user/native", private=False, message="m") == f"{our_hub.endpoint}/user/native"
+    assert our_hub.repositories["user/native"].files == contents(native)
+    push_folder(native, "user/golf", private=False, message="m", format="golf")
+    files = our_hub.repositories["user/golf"].files
+    for name, content in contents(exported).items():
+        assert name == "README.md" or files[name] == content, name
+    assert "trust_remote_code" in files["README.md"].decode()
 
 
 def test_private_is_sent_and_never_dropped_silently(exported, our_hub):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
@@ -16,11 +18,13 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.activations import ACT2FN
 
 from hfgolf.model.configuration_golf import _CHOICES, MODEL_FIELDS, SWITCHES, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.native import (
     ARCHITECTURES,
+    as_trained,
     compare,
     converted,
     find_architecture,
@@ -122,6 +126,7 @@ def test_loss_and_left_padding_are_golfs(name, options):
 @pytest.mark.parametrize(("name", "options"), PAIRS, ids=str)
 def test_the_config_alone_gives_the_shape(name, options):
     native = to_native(build(**options))
+    del native.config.golf  # as if it had never been Golf
     shape, expected = (config.to_dict() for config in (golf_shape(native.config), from_native(native).config))
     has_biases = any(name.endswith("bias") for name, _ in native.named_parameters())
     assert shape.pop("use_bias") == has_biases >= expected.pop("use_bias")  # zero biases count as biases
@@ -130,17 +135,85 @@ def test_the_config_alone_gives_the_shape(name, options):
 
 def test_xielu_with_fixed_constants_is_squared_relu():
     golf = build()
-    native = to_native(golf, xielu=True)
+    native: Any = to_native(golf)
     assert native.config.hidden_act == "xielu"
+    act = native.model.layers[0].mlp.act_fn
     with torch.no_grad():
-        torch.testing.assert_close(native(token_ids()).logits, golf(token_ids()).logits, rtol=0, atol=5e-6)
+        act.alpha_n.fill_(-100)  # as hfgolf once wrote it
     assert from_native(native).config.activation == "relu2"
     with torch.no_grad():
-        native.model.layers[0].mlp.act_fn.alpha_n.fill_(0.5)
+        act.alpha_p += 0.01
     with pytest.raises(UserError, match="its xIELU was trained"):
         from_native(native)
-    with pytest.raises(UserError, match="only Apertus with relu2 has it"):
-        to_native(build(activation="gelu"), xielu=True)
+    assert as_trained(native) is native
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_xielu_is_squared_relu_to_the_bit_without_denormal_numbers(dtype):
+    """Apertus computes in its own dtype, its constants included."""
+    act = nn.Module.to(to_native(build()), dtype=dtype).model.layers[0].mlp.act_fn
+    x = (3 * torch.randn(100_000, generator=torch.Generator().manual_seed(0))).to(dtype)
+    with torch.no_grad():
+        assert torch.equal(act(x), torch.relu(x).square())
+
+
+def test_native_logits_in_bf16_are_those_of_apertus_with_squared_relu():
+    native = nn.Module.to(to_native(build()), dtype=torch.bfloat16)
+    other = copy.deepcopy(native)
+    for layer in other.model.layers:
+        layer.mlp.act_fn = ACT2FN["relu2"]
+    with torch.no_grad():
+        assert torch.equal(native(token_ids()).logits, other(token_ids()).logits)
+
+
+@pytest.mark.parametrize(("name", "options"), [*PAIRS, ("Apertus", {"dropout": 0.1, "matrix_init": "orthogonal"})])
+def test_a_native_model_becomes_the_golf_model_that_it_was(name, options):
+    """To the last bit, its norms and tied matrices included; the native config alone tells its config."""
+    golf = build(**options)
+    native = to_native(golf)
+    again = as_trained(native)
+    assert isinstance(again, GolfForCausalLM)
+    is_lost = golf.config.embedding_norm and name != "NanoChat"
+    is_lost = is_lost and (not golf.config.tie_word_embeddings or (name == "Starcoder2" and golf.config.use_bias))
+    if is_lost:  # the lengths of the rows, or a bias: folded for good
+        assert not again.config.embedding_norm and not again.config.tie_word_embeddings
+        return
+    assert again.config.to_dict() == golf.config.to_dict()
+    shape = golf_shape(native.config)
+    assert all(getattr(shape, key) == getattr(golf.config, key) for key in MODEL_FIELDS)
+    assert again.state_dict().keys() == golf.state_dict().keys()
+    for key, tensor in golf.state_dict().items():
+        assert torch.equal(again.state_dict()[key], tensor), key
+
+
+def test_a_native_model_that_was_trained_since_stays_what_it_is():
+    native: Any = to_native(build())
+    with torch.no_grad():
+        native.model.embed_tokens.weight[3] += 0.01
+        assert as_trained(native) is native
+        golf = from_native(native)
+        torch.testing.assert_close(golf(token_ids()).logits, native(token_ids()).logits, rtol=0, atol=5e-6)
+    assert not golf.config.embedding_norm and not golf.config.tie_word_embeddings
+
+
+@pytest.mark.parametrize(
+    "written", [{"bigram_buckets": 10**9}, {"vocab_size": 10**9}, {"norm_eps": "much"}, "golf", []]
+)
+def test_what_somebody_wrote_for_golf_into_a_config_is_ignored_if_it_cannot_be(written):
+    """Before anything of that size is built."""
+    native: Any = to_native(build())
+    native.config.golf = written
+    assert as_trained(native) is native
+    assert not from_native(native).config.embedding_norm
+
+
+def test_a_conversion_leaves_the_random_state_and_the_model_where_they_were():
+    golf = build()
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    native, _ = converted(golf, "native", [1, 2])
+    converted(native, "golf", [1, 2])
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_each_architecture_of_the_table_is_tested():
@@ -279,19 +352,20 @@ def test_what_golf_does_not_have_is_one_line(native, message):
 def test_a_conversion_says_what_it_did_and_how_exact_it_is():
     golf = build()
     native, said = converted(golf, "native", [1, 2, 3])
-    assert said.startswith("ApertusForCausalLM, its embedding's norm folded into the table: logits within ")
+    untied = f"which unties it: {native.num_parameters():,} parameters instead of {golf.num_parameters():,}"
+    assert said.startswith(f"ApertusForCausalLM, its embedding's norm folded into the table, {untied}: logits within ")
     assert said.endswith(" of GolfForCausalLM's on 131 tokens, random and real")
     assert compare(golf, native, [1, 2, 3])[0] < 5e-6
     assert converted(native, "golf", [1, 2, 3])[1].startswith("GolfForCausalLM: logits within ")
     assert converted(golf, "golf", [])[0] is golf
-    assert "table, without its dropout for further training: logits" in converted(build(dropout=0.1), "native", [])[1]
+    assert ", without its dropout for further training: logits" in converted(build(dropout=0.1), "native", [])[1]
     assert "dropout" not in converted(build(**LAYERNORM, activation="gelu", dropout=0.1), "native", [])[1]
 
 
 def test_logits_that_differ_stop_a_conversion(monkeypatch):
     from hfgolf.publish import native as module
 
-    def wrong(golf: GolfForCausalLM, xielu: bool) -> Any:
+    def wrong(golf: GolfForCausalLM) -> Any:
         native = to_native(golf)
         with torch.no_grad():
             native.get_input_embeddings().weight[5] += 0.01

@@ -16,6 +16,7 @@ import pytest
 import torch
 from faults import train_on_two
 from safetensors.torch import load_file
+from tiny_export import exported_weights
 
 from hfgolf.run.metrics import read_metrics, read_rows
 from hfgolf.system.errors import UserError
@@ -125,7 +126,7 @@ def test_base_model_keeps_its_weights_and_gets_rows_for_the_chat_tokens(run, tin
     options = [option for option in chat_run(run__name="chat", **still) if not option.startswith(shape)]
     options += [f"--model.architecture={architecture}", f"--model.init_from={base}"]
     folder = run(options)
-    before, after = (load_file(path / "model" / "model.safetensors") for path in (base, folder))
+    before, after = (exported_weights(path / "model") for path in (base, folder))
     for name, weights in before.items():
         assert torch.allclose(after[name][: len(weights)], weights, atol=1e-6), name
         assert len(after[name]) == len(weights) + (4 if len(weights) == 257 else 0)
@@ -142,7 +143,7 @@ from transformers import pipeline
 
 question, *models = sys.argv[1:]
 for model in models:
-    chat = pipeline("text-generation", model=model, trust_remote_code=True)
+    chat = pipeline("text-generation", model=model, trust_remote_code="golf" in model)
     answer = chat([{"role": "user", "content": question}], max_new_tokens=40, do_sample=False)
     print(json.dumps(answer[0]["generated_text"][-1]))
 """
@@ -166,18 +167,18 @@ def test_small_chat_model_answers_and_stops(run, chat_run, run_script, tmp_path)
     card = (folder / "model" / "README.md").read_text()
     assert "held-out tokens of the assistant's turns" in card and "## How to chat with it" in card
     assert "Losses and bits per byte are of the assistant" in (folder / "report.html").read_text()
-    native = tmp_path / "native"
-    assert run_script("export.py", "--model", folder / "model", "--to", "native", "--output", native).status == 0
-    assert "## How to chat with it" in (native / "README.md").read_text()
+    golf = tmp_path / "golf"
+    assert run_script("export.py", "--model", folder / "model", "--to", "golf", "--output", golf).status == 0
+    assert "## How to chat with it" in (golf / "README.md").read_text()
     question = "What is the capital of Japan?"
-    for model in (folder / "model", native):
+    for model in (folder / "model", golf):
         stops = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
         assert stops == [256, 260]
         said = run_script("generate.py", "--model", model, "--temperature", 0, "--message", question)
         assert (said.status, said.out) == (0, "Tokyo\n")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     asked = subprocess.run(
-        [sys.executable, "-I", "-c", ASK, question, str(folder / "model"), str(native)],
+        [sys.executable, "-I", "-c", ASK, question, str(folder / "model"), str(golf)],
         env=environment | {"HF_HOME": str(tmp_path / "home")},
         capture_output=True,
         text=True,

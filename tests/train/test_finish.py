@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import platform
 import re
 import shutil
@@ -17,8 +18,11 @@ import pytest
 import torch
 from faults import before_step, events, flip_a_bit, losses, rows
 from safetensors.torch import load_file
+from tiny_export import exported_weights
 
 from hfgolf.checkpoint import contents
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.publish.load import load_exported
 from hfgolf.system.errors import UserError
 from hfgolf.train import finish, loop, validation
 
@@ -45,10 +49,62 @@ def test_damaged_best_weights_are_not_exported(run, tiny_run, monkeypatch, valid
     assert line.endswith("; using the last ones, of step 6")
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["step"], summary["is_best"], summary["damaged_best_step"]) == (6, False, 3)
-    exported, last = (load_file(folder / path) for path in ("model/model.safetensors", f"checkpoints/latest/{name}"))
-    assert all(torch.equal(exported[name], last[name]) for name in exported)
+    exported, last = exported_weights(folder / "model"), load_file(folder / "checkpoints" / "latest" / name)
+    assert last and all(torch.equal(exported[name], last[name]) for name in last)
     assert "weights of step 6. The run took 6 steps" in (folder / "model" / "README.md").read_text()
     assert "best weights by validation loss, from step 3, were damaged" in (folder / "model" / "README.md").read_text()
+
+
+USE = """
+import json, sys
+sys.modules["hfgolf"] = None  # makes importing it fail, even if it is installed
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+ids = AutoTokenizer.from_pretrained(sys.argv[1])("one and two", return_tensors="pt").input_ids
+print(type(model).__name__, json.dumps(model.generate(ids, max_new_tokens=8, do_sample=False).tolist()))
+"""
+
+
+def test_the_model_of_a_run_needs_only_transformers_and_is_its_checkpoint(run, tiny_run, tmp_path, caplog):
+    """Without trust_remote_code. hfgolf reads the model that was trained from it, to the last bit."""
+    with caplog.at_level("INFO", "hfgolf"):
+        folder = run(tiny_run())
+    exported = folder / "model"
+    assert not list(exported.glob("*.py")) and "trust_remote_code" not in caplog.text
+    assert None not in json.loads((exported / "config.json").read_text()).values()
+    (line,) = [line for line in caplog.messages if line.startswith("exported as ")]
+    assert "ApertusForCausalLM" in line and "parameters instead of" in line and "logits within" in line
+    model, tokenizer = load_exported(str(folder))
+    best = load_file(folder / "checkpoints" / "best" / "model.safetensors")
+    assert isinstance(model, GolfForCausalLM) and all(
+        torch.equal(model.state_dict()[k].cpu(), v) for k, v in best.items()
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    used = subprocess.run(
+        [sys.executable, "-I", "-c", USE, str(exported)],
+        env=environment | {"HF_HOME": str(tmp_path / "home")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert used.returncode == 0, used.stderr
+    kind, tokens = used.stdout.split(maxsplit=1)
+    ids = tokenizer("one and two", return_tensors="pt").input_ids.to(model.device)
+    assert kind == "ApertusForCausalLM"
+    assert json.loads(tokens) == model.generate(ids, max_new_tokens=8, do_sample=False).tolist()
+
+
+def test_a_model_without_a_native_form_is_exported_as_golf_and_says_why(run, tiny_run, caplog):
+    with caplog.at_level("INFO", "hfgolf"):
+        folder = run(tiny_run(model__overrides="{logit_soft_cap: 15.0}", train__max_steps=1))
+    (line,) = [line for line in caplog.messages if line.startswith("exported as ")]
+    assert line.startswith(
+        "exported as GolfForCausalLM, which needs trust_remote_code: no architecture of transformers"
+    )
+    assert (folder / "model" / "modeling_golf.py").is_file()
+    assert f'from_pretrained("{folder / "model"}", trust_remote_code=True)' in caplog.text
+    assert None not in json.loads((folder / "model" / "config.json").read_text()).values()
 
 
 @pytest.mark.parametrize("damaged", [(4,), (2, 4)])

@@ -17,7 +17,7 @@ import torch
 from accelerate import Accelerator
 from faults import train_on_two
 from hub_server import Repository, serving_here
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_export import build_tiny
 from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
@@ -297,6 +297,19 @@ def test_the_first_loss_is_that_of_the_native_model(build, exported, caplog, nam
     options: dict[str, Any] = {"sequence_length": 32, "batch_size": 4}
     expected = evaluate_loss(model.to(run.accelerator.device), run.tokens.val, Accelerator(), **options)
     assert evaluate(run).loss == pytest.approx(expected.loss, rel=1e-6)
+
+
+def test_a_native_model_that_was_trained_since_starts_as_what_it_is_now(run, tiny_run, from_weights):
+    weights = run(tiny_run(train__max_steps=1)) / "model"
+    tensors = load_file(weights / "model.safetensors")
+    tensors["model.embed_tokens.weight"] += 0.01
+    save_file(tensors, weights / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"trained since hfgolf exported them, .*; remove that entry\.$"):
+        run(from_weights(weights, run__name="more", train__max_steps=1))
+    config = json.loads((weights / "config.json").read_text())
+    assert config.pop("golf") == {"embedding_norm": True, "tie_word_embeddings": True}
+    (weights / "config.json").write_text(json.dumps(config))
+    run(from_weights(weights, run__name="more", train__max_steps=1))
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ import pytest
 import torch
 from faults import losses, rows, train_on_two
 from safetensors.torch import load_file
+from tiny_export import exported_weights
 
 import hfgolf
 from hfgolf.config.parse import load_config
@@ -208,7 +209,7 @@ def test_best_checkpoint_is_retained_and_exported(run, tiny_run, validation_loss
     assert (checkpoints / "latest").resolve().name == "step-000014"
     assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-000004", "step-000012", "step-000014"]
     assert json.loads((folder / "summary.json").read_text())["step"] == 4
-    exported = load_file(folder / "model" / "model.safetensors")
+    exported = exported_weights(folder / "model")
     best = weights(checkpoints / "best")
     assert all(torch.equal(exported[name], best[name]) for name in best)
 

@@ -19,6 +19,7 @@ import torch
 from faults import column, events, losses, rows, start_two, train_on_two
 from safetensors.torch import load_file
 from sharded import needs_fsdp2, shard
+from tiny_export import exported_weights
 from torch import Tensor
 
 from hfgolf.checkpoint import contents
@@ -207,7 +208,7 @@ def test_nonfinite_weights_are_not_saved(run, tiny_run, break_weights, caplog):
         assert len([line for line in caplog.messages if line.startswith(reason)]) == 1
     failed = [event for event in events(folder) if event["event"] == "save_failed"]
     assert [event["step"] for event in failed] == [4, 6]
-    exported = load_file(folder / "model" / "model.safetensors")
+    exported = exported_weights(folder / "model")
     best = load_file(checkpoints / "best" / "model.safetensors")
     assert all(torch.equal(exported[name], best[name]) for name in best)
     assert json.loads((folder / "summary.json").read_text())["step"] == 2
@@ -513,7 +514,7 @@ def test_the_weights_that_are_exported_select_the_best_step_by_their_own_loss(
     assert checkpoint.resolve().name == f"step-{best:06d}"
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["step"] == best and (summary.get("weights") == "ema") == (file == "ema")
-    weights = load_file(folder / "model" / "model.safetensors")
+    weights = exported_weights(folder / "model")
     saved = load_file(checkpoint / f"{file}.safetensors")
     assert all(torch.equal(weights[name], saved[name]) for name in saved)
     assert ("the moving-average weights" in (folder / "model" / "README.md").read_text()) == (file == "ema")
