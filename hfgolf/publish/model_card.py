@@ -124,7 +124,6 @@ def usage(model: PreTrainedModel, location: str, is_chat: bool, has_gguf: bool =
         chat_section=CHAT_SECTION if is_chat else None,
         made_from=getattr(config, "golf", None),
         num_parameters=f"{model.num_parameters():,}",
-        has_xielu=getattr(config, "hidden_act", None) == "xielu",
     )
 
 

@@ -24,7 +24,6 @@ from transformers import (
     Qwen3ForCausalLM,
     Starcoder2ForCausalLM,
 )
-from transformers.utils import logging as transformers_logging
 
 from hfgolf.config.sections import model_key
 from hfgolf.model.configuration_golf import MODEL_FIELDS, GolfConfig
@@ -201,11 +200,8 @@ def to_native(golf: GolfForCausalLM) -> PreTrainedModel:
     """
     config = golf.config
     row = find_architecture(config)
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()  # it suggests a package for xIELU that ignores beta
     with torch.random.fork_rng([]):  # a run may draw more numbers
         native = row.model(_native_config(config, row, golf.dtype)).eval()
-    transformers_logging.set_verbosity(verbosity)
     nn.Module.to(native, device=golf.device, dtype=golf.dtype)
     state: dict[str, Tensor] = {}
     for name, tensor in golf.state_dict().items():
@@ -219,10 +215,8 @@ def to_native(golf: GolfForCausalLM) -> PreTrainedModel:
     kept = {name: tensor for name, tensor in state.items() if "embed_norm" not in name}
     state = {name: _oriented(name, tensor, row, config.head_dim) for name, tensor in kept.items()}
     for name, tensor in native.state_dict().items():
-        if "act_fn" in name:
-            state[name] = torch.full_like(tensor, XIELU_OF_RELU2[name.rpartition(".")[2]])
         # zero biases stand in for none, and norm weights of one for norms without weights
-        elif name not in state and name.endswith(("bias", "norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
+        if name not in state and name.endswith(("bias", "norm.weight", "ln_1.weight", "ln_2.weight", "ln_f.weight")):
             state[name] = torch.full_like(tensor, float(name.endswith("weight")))
     native.load_state_dict(state)
     plain = golf_shape(native.config)
@@ -373,7 +367,9 @@ def converted(model: PreTrainedModel, to: str, real_ids: list[int]) -> tuple[Pre
 
 
 # xIELU (Huang et al. 2024, arXiv:2411.13010) is squared ReLU if softplus(alpha_p) = 1 and softplus(alpha_n) = 0: here
-# exactly, in fp32 and in bf16. At -100, the latter would be a denormal number, and those are slow on a CPU.
+# exactly, in fp32 and in bf16. At -100, the latter would be a denormal number, and those are slow on a CPU. GGUF files
+# have these, and native models that hfgolf once wrote. It no longer does: beta is a constant of 0.5 to the CUDA kernel
+# that transformers suggests at each load, which then writes wrong text.
 XIELU_OF_RELU2 = {"alpha_p": math.log(math.e - 1), "alpha_n": -200.0, "beta": 0.0, "eps": -1e-6}
 
 
@@ -382,9 +378,7 @@ def _native_config(config: GolfConfig, row: Architecture, dtype: torch.dtype) ->
     if config.position_embedding == "none":
         rope |= {"rope_type": "linear", "factor": _NO_POSITIONS}
     values: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in row.fields.items()}
-    # vLLM knows only xIELU for Apertus
-    is_xielu = row.model is ApertusForCausalLM and config.activation == "relu2"
-    values[row.activation] = "xielu" if is_xielu else _ACTIVATIONS[config.activation]
+    values[row.activation] = _ACTIVATIONS[config.activation]
     values |= {} if row.is_gpt2 else {"rope_parameters": rope}
     native: PreTrainedConfig = row.model.config_class(
         tie_word_embeddings=config.tie_word_embeddings and not (config.embedding_norm and row.folds_embedding_norm),

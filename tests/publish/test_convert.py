@@ -134,7 +134,7 @@ def test_export_script_converts_both_ways_and_refuses_in_one_line(exported, hfgo
     said = hfgolf("export", "--model", exported, "--to", "native", "--output", native)
     assert said.status == 0 and said.out.startswith(f"exported {exported} to {native} as ApertusForCausalLM"), said.err
     config = json.loads((native / "config.json").read_text())
-    assert config["hidden_act"] == "xielu" and None not in config.values()
+    assert config["hidden_act"] == "relu2" and None not in config.values()
     assert hfgolf("export", "--model", native, "--to", "golf", "--output", tmp_path / "golf").status == 0
     for arguments, message in (
         (["--model", exported], "--model: say what to convert it to and where, with --to and --output."),
