@@ -24,19 +24,21 @@ _WEIGHT = "a number above 0, or {tokens: number} if it changes, such as {0: 9, 4
 
 
 def with_text_keys(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries with the tokens of their stages as text, which JSON keeps as it is."""
+    """Return the entries with the tokens of their stages as text, which JSON keeps as it is.
 
-    def as_text(key: Any) -> str:
-        return str(int(key)) if isinstance(key, float) and key.is_integer() else str(key)
+    Raises ValueError if a stage appears twice.
+    """
+    return [entry | {"weight": _as_text(entry["weight"])} if "weight" in entry else entry for entry in entries]
 
-    changing = {
-        number: {as_text(key): weight for key, weight in entry["weight"].items()}
-        for number, entry in enumerate(entries)
-        if isinstance(entry.get("weight"), dict)
-    }
-    return [
-        entry | {"weight": changing[number]} if number in changing else entry for number, entry in enumerate(entries)
-    ]
+
+def _as_text(weight: Any) -> Any:
+    if not isinstance(weight, dict):
+        return weight
+    keys = (str(int(start)) if isinstance(start, float) and start.is_integer() else str(start) for start in weight)
+    found = dict(zip(keys, weight.values(), strict=True))
+    if len(found) < len(weight):
+        raise ValueError
+    return found
 
 
 def entry_names(entries: Sequence[Entry]) -> list[str]:
@@ -44,7 +46,9 @@ def entry_names(entries: Sequence[Entry]) -> list[str]:
     names: list[str] = []
     for number, entry in enumerate(entries, 1):
         name = str(entry.get("name") or _text_name(entry))
-        names.append(f"{name}_{number}" if name in names else name)
+        while name in names:
+            name = f"{name}_{number}"
+        names.append(name)
     return names
 
 
@@ -91,10 +95,8 @@ def _in_turn(shares: Sequence[Fraction]) -> tuple[int, ...]:
 
 def problems(entries: Sequence[Entry]) -> Iterator[str]:
     """Say what is wrong with names and weights, in one line each."""
-    if not entries:
-        return
-    stated = [entry["name"] for entry in entries if "name" in entry]
-    if twice := next((name for name in stated if stated.count(name) > 1), None):
+    stated = [entry.get("name") for entry in entries]
+    if twice := next((name for name in stated if name and stated.count(name) > 1), None):
         yield f"data.mixture: two entries have the name {twice}; give each its own."
     for number, entry in enumerate(entries, 1):
         try:
@@ -113,7 +115,7 @@ def problems(entries: Sequence[Entry]) -> Iterator[str]:
 
 
 def describe_stages(entries: Sequence[Entry]) -> list[str]:
-    """Return the shares of each entry in words: "90%", or "90%, 50% from 40,000,000 tokens"."""
+    """Return the shares of each entry in words: "90%", or "90%, 50% from 40,000,000 tokens on"."""
     of_each: list[list[str]] = [[] for _ in entries]
     for start, turns in stages(entries):
         for words, turn in zip(of_each, turns, strict=True):

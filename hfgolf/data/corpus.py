@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import pyarrow as pa
 
-from hfgolf.config.mixture import describe_stages, of_text
+from hfgolf.config.mixture import of_text, stages
 from hfgolf.config.sections import DataSection
 from hfgolf.data.cache_folder import cache_folder, file_hashes, file_state
 from hfgolf.data.documents import Document, content_column, hub_revision, newer_kinds, read_file, read_hub
@@ -295,7 +295,7 @@ def _load_mixture(data: DataSection) -> Corpus:
     for name, section in data.sources().items():
         with of_text(name):
             texts[name] = load_corpus(section)
-    shares = "; ".join(describe_stages(data.mixture))
+    shares = ", ".join(f"{':'.join(map(str, turns))} from token {start}" for start, turns in stages(data.mixture))
     identity: dict[str, Any] = {"source": "mixture", "shares": shares}
     for number, text in enumerate(texts.values(), 1):
         identity |= {f"entry {number}: {key}": value for key, value in text.identity.items()}

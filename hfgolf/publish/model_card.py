@@ -59,7 +59,7 @@ def model_card(
             task_type="text-generation",
             dataset_type=hub_dataset or config.data.source,
             dataset_name=f"{dataset}, validation split",
-            dataset_config=config.data.hub_config if hub_dataset else None,
+            dataset_config=texts[0].hub_config if hub_dataset else None,
             metric_type=metric.removeprefix("val_"),
             metric_name=_RESULTS[metric],
             metric_value=round(value, 4),

@@ -133,8 +133,9 @@ def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
     summary |= old
     summary |= of_each_text(evaluation)
     for name, (tokens, epochs) in read_of_each(run).items():
-        num_bytes = round(epochs * run.tokens.texts[name].train.num_bytes)
-        summary |= {f"tokens/{name}": tokens, f"bytes/{name}": num_bytes, f"epochs/{name}": epochs}
+        summary |= {f"tokens/{name}": tokens, f"epochs/{name}": epochs}
+        if num_bytes := run.tokens.texts[name].train.num_bytes:  # of shards, nobody counts them
+            summary[f"bytes/{name}"] = round(epochs * num_bytes)
     if run.tokens.val.is_target is not None:
         summary["targets"] = "the assistant's turns"
     if run.config.model.architecture != "golf":

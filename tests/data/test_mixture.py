@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import json
+import pickle
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,7 +16,15 @@ from datasets import Dataset
 from hfgolf.config.mixture import entry_names, stages
 from hfgolf.config.parse import load_config
 from hfgolf.config.sections import DataSection, TokenizerSection
-from hfgolf.data.batches import IGNORED, MicroBatches, Segments, build_loader, evaluation_extent, micro_batches
+from hfgolf.data.batches import (
+    IGNORED,
+    MicroBatches,
+    Segments,
+    build_loader,
+    evaluation_extent,
+    micro_batches,
+    sample_hash,
+)
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.mixture import MixedStream, Turns
 from hfgolf.data.token_cache import load_tokens
@@ -137,6 +146,7 @@ def test_starts_are_places_in_the_whole_stream(stream):
     dataset = micro_batches(stream, T, 5)
     read = stream.read(dataset.starts(positions))
     assert sorted(read.tolist()) == sorted(dataset[positions]["input_ids"][:, 0].tolist())
+    assert dataset[positions]["sample_hash"] == sample_hash(dataset.starts(positions))
 
 
 def test_segments_of_all_texts_end_with_those_of_the_training(stream):
@@ -211,6 +221,11 @@ def test_six_lines_describe_a_mixture_with_stages(tmp_path):
     assert DataSection(**json.loads(json.dumps(dict(data)))) == data, "a checkpoint has it as JSON"
 
 
+def test_no_two_entries_have_the_same_name():
+    entries = [{"files": "x.txt", "name": "a_3"}, {"files": "a.txt"}, {"files": "b/a.txt"}]
+    assert entry_names(entries) == ["a_3", "a", "a_3_3"]
+
+
 def test_entries_without_a_name_are_called_by_their_texts():
     entries = [{"files": files} for files in ("web/*.txt", "web/part-?.jsonl.gz", "a/b.c.txt", "*.txt", ["x.md", "y"])]
     assert entry_names(entries) == ["web", "part", "b", "text", "x"]
@@ -232,6 +247,11 @@ FILES = "{files: a.txt, weight: 1}"
         (f"{FILES}, {{files: b, weight: 0}}", {}, "data.mixture: entry 2: weight: 0 is not allowed"),
         ("{files: a, weight: -1}", {}, "entry 1: weight: -1 is not allowed"),
         ("{files: a, weight: true}", {}, "entry 1: weight: True is not allowed"),
+        (
+            "{files: a, weight: {100: 2, 1e2: 1}}",
+            {},
+            'found duplicate key "100.0"',
+        ),
         ("{files: a, weight: {40M: 2}}", {}, "entry 1: weight: {'40M': 2} is not allowed"),
         ("{files: a, weight: {100: 2}}", {}, "no entry has a weight above 0 from 0 tokens on"),
         ("{files: a, weight: {0: 2, 100: 0}}", {}, "no entry has a weight above 0 from 100 tokens on"),
@@ -308,6 +328,9 @@ def test_texts_of_a_mixture_are_cached_each_for_itself_with_one_tokenizer(mixtur
     whole = tokens.tokenizer.decode(tokens.train.tokens)
     assert "says 5 AND 5 MAKE" in whole and "make" in whole
     tokens.check(wait=True)
+    dataset = micro_batches(tokens.train, 32, seed=1)
+    again = pickle.loads(pickle.dumps(dataset))  # as a worker gets it that is spawned
+    assert torch.equal(again[np.arange(50)]["input_ids"], dataset[np.arange(50)]["input_ids"])
 
 
 def text_tokens_section(mixture, text_tokens):
