@@ -121,22 +121,28 @@ def count_tokens(config: RunConfig) -> TokenCounts:
 
     Raises UserError if the config's tokenizer cannot be loaded.
     """
-    tokenizer, found = config.tokenizer, None
+    tokenizer, known = config.tokenizer, None
+    found: list[tuple[Path, object] | None] = []
     try:
         corpus = load_corpus(config.data)
-        listed = [*corpus.identity.get("files", []), *corpus.identity.get("val_files", [])]
+        texts = [*corpus.texts.values()] or [corpus]
+        listed = [file for text in texts for key in ("files", "val_files") for file in text.identity.get(key, [])]
         num_bytes = sum(size for _, size, _ in listed)
-        if 0 < num_bytes <= MAX_CHEAP_BYTES or config.data.source == "shards":
+        is_listed = all("files" in text.identity for text in texts)
+        if (is_listed and 0 < num_bytes <= MAX_CHEAP_BYTES) or config.data.source == "shards":
             tokens = token_cache.load_tokens(config.data, tokenizer)
             return TokenCounts(embedding_rows(tokens.tokenizer), len(tokens.train), len(tokens.val))
-        found = token_cache.find_cache(corpus, tokenizer, cache_folder(config.data))
+        cache = cache_folder(config.data)
+        if known := find_tokenizer(tokenizer, corpus.identity, cache / "tokenizers"):
+            found = [token_cache.find_cache(text, tokenizer, cache, known) for text in texts]
         reason = "not tokenized yet" + (f": {num_bytes / 1e6:,.0f} MB of files" if listed else "")
     except UserError as error:
         reason = str(error)
-    if found:
-        folder, known = found
+    if known and all(found):
         try:
-            train, val = (len(open_stream(stream_path(folder, split))) for split in ("train", "val"))
+            train, val = (
+                sum(len(open_stream(stream_path(one[0], split))) for one in found if one) for split in ("train", "val")
+            )
             return TokenCounts(embedding_rows(known), train, val)
         except (OSError, ValueError) as error:
             reason = f"the token cache is damaged: {error}"

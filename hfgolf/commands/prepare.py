@@ -36,6 +36,8 @@ def main() -> None:
         if stream.is_target is not None:
             counted = f" {int(stream.is_target.sum()):>18,} of the assistant ({num_bytes:,} bytes of its text)"
         print(f"{name:<6}{len(stream):>16,} tokens{counted}")
+    for name, text in tokens.texts.items():
+        print(f"{name}: {len(text.train):,} train and {len(text.val):,} validation tokens, {text.path}")
     megabytes = (tokens.train.num_bytes + tokens.val.num_bytes) / 1e6
     speed = f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s"
     print(f"{tokens.path}: {'already cached' if tokens.is_hit else speed}")

@@ -66,6 +66,7 @@ _ANSWERS: dict[str, str] = {
     "wandb_run_name": "run.name",
     "dataset": "data.files for text of yours, data.hub_name for a dataset of the Hub, as user/name",
     "dataset_name": "data.hub_name, with data.source hub",
+    "datasets interleave_probs mix_strategy data_stages dataset_weights": "data.mixture, texts with weights",
     "train_file": "data.files, a list",
     "validation_file": "data.val_files, a list",
     "dataloader_num_workers": "data.num_workers",

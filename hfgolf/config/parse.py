@@ -19,6 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from hfgolf.config.mixture import stages
 from hfgolf.config.other_names import (
     GONE,
     HALF_LIFE,
@@ -71,6 +72,7 @@ _MEASURED: dict[str, tuple[str, ...]] = {
     "data.source": ("files", "hub", "python_stdlib"),
     "data.ids_column": (),
     "data.messages_column": (),
+    "data.mixture": (),
 }
 """{key: its values that train/law.py knows of}."""
 _MAX_NAME_BYTES = 100  # of a text's name in that of its run; its folder and its files add more
@@ -202,11 +204,26 @@ def load_config(
         raise _with_origin(error, sources, path, where) from None
     if config.run.name is None:
         config = config.replace(run__name=Path(path).stem if path else "default")
+    if needs_limit:
+        _check_stages(config)
     resolved = ResolvedConfig(config, sources).with_low_memory()
     if "--print_config" in arguments:
         print("# auto: chosen when training starts\n" if resolved.is_open else "", resolved.to_yaml(), sep="", end="")
         sys.exit(0)
     return resolved
+
+
+def _check_stages(config: RunConfig) -> None:
+    """Raise UserError if a stage of data.mixture begins when the run is over."""
+    steps = config.train.max_steps
+    limits = {"max_tokens": config.train.max_tokens, "max_steps": steps and steps * config.batch.tokens_per_step}
+    known = {limit: key for key, limit in limits.items() if limit}
+    start = stages(config.data.mixture)[-1][0] if config.data.mixture else 0
+    if known and start >= min(known):
+        raise UserError(
+            f"data.mixture: a stage begins at {start:,} tokens, but the run ends after {min(known):,}"
+            f" (train.{known[min(known)]}); train longer, or let it begin earlier."
+        )
 
 
 def _options(arguments: list[str], where: str) -> dict[str, str]:
@@ -236,7 +253,7 @@ def _typed(key: str, text: str, where: str) -> Any:
     """Return the value of an option's text: as it stands for a key that takes any, else YAML."""
     kind = KEY_TYPES.get(key)
     parts = type_parts(kind)
-    if typing.get_origin(parts[0]) is list:
+    if typing.get_origin(parts[0]) is list and key != "data.mixture":
         return as_list(yaml_value(text, as_text=True, where=f"{where}: {key}"))
     if kind is not None and takes_text(kind):
         return None if text in ("null", "~") and type(None) in parts else text
@@ -285,7 +302,11 @@ def shipped_base(stated: Mapping[str, Any], may_choose: bool = True) -> Resolved
     starts_elsewhere = stated.get("model.init_from") is not None
     name = "finetune" if starts_elsewhere else "small"
     has_minutes = stated.get("train.max_minutes") is not None
-    unknown = [f"{key} {value}" for key, known in _MEASURED.items() if (value := stated.get(key)) not in (None, *known)]
+    unknown = [
+        key if isinstance(value, list) else f"{key} {value}"
+        for key, known in _MEASURED.items()
+        if (value := stated.get(key)) not in (None, *known)
+    ]
     if has_minutes and may_choose and unknown:
         why = f"shape and rates are not chosen with {join_words(unknown)}"
         _say_once(f"train.max_minutes only limits this run: {why}, so they are those of {name}, or stated")
@@ -315,12 +336,13 @@ def text_name(texts: Sequence[str]) -> str:
 
 
 def _implied(below: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what other values imply: data.source files for data.files, and no segments for weights that exist."""
+    """Return what other values imply: data.source of data.files or data.mixture, no segments for weights that exist."""
     implied: dict[str, Any] = {}
-    where = next((values for values in (stated, below) if "data.files" in values), {})
-    is_stated = "data.source" in {**where, **stated} or below.get("data.source") in ("files", "shards")
-    if where.get("data.files") and not is_stated:
-        implied["data.source"] = "files"
+    for key, source, others in (("data.files", "files", ("shards",)), ("data.mixture", "mixture", ())):
+        where = next((values for values in (stated, below) if key in values), {})
+        is_stated = "data.source" in {**where, **stated} or below.get("data.source") in (source, *others)
+        if where.get(key) and not is_stated:
+            implied["data.source"] = source
     # a file's segments are for its random weights, which know nothing yet
     if stated.get("model.init_from") is not None and below.get("batch.segment_length"):
         implied["batch.segment_length"] = None

@@ -28,10 +28,11 @@ from pydantic import (
 )
 from pydantic.fields import FieldInfo
 
+from hfgolf.config import mixture
 from hfgolf.config.schedules import ScheduleName
 from hfgolf.config.yaml_text import yaml_value
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import join_words, shortened
+from hfgolf.system.wording import join_words, nearest, shortened
 
 _MAX_INT = 10**15  # a double represents every integer up to here exactly
 _MAX_FLOAT = 1e38  # larger values overflow fp32
@@ -171,6 +172,8 @@ Encoding = Annotated[str, _ENCODING, AfterValidator(_encoding)]
 Auto = Literal["auto"]
 _OVERRIDES = Field(description="a mapping of names to finite numbers, text, true, false, null, lists and mappings")
 Overrides = Annotated[dict[str, Any], _OVERRIDES, AfterValidator(_known)]
+_ENTRIES = Field(description="a list of mappings, each the keys of data for one text, and its weight")
+Entries = Annotated[list[dict[str, Any]], _ENTRIES, AfterValidator(mixture.with_text_keys), AfterValidator(_known)]
 _NAME = Field(pattern=r"^\w[\w.-]*$", description="letters, digits, . _ -, up to 200 bytes")
 Name = Annotated[str, _NAME, AfterValidator(_short)]
 _LICENSE = Field(pattern=r"^[a-z0-9]+([.-][a-z0-9]+)*$", description="a name in lower case such as apache-2.0")
@@ -299,14 +302,19 @@ class RunSection(Section, frozen=True):
 class DataSection(Section, frozen=True):
     """Where the text comes from and how it is split into training and validation."""
 
-    source: Literal["python_stdlib", "files", "hub", "shards"] = "python_stdlib"
+    source: Literal["python_stdlib", "files", "hub", "shards", "mixture"] = "python_stdlib"
     """python_stdlib: the source code of Python's standard library; files: see data.files; hub: see data.hub_name;
     shards: data.files and data.val_files hold token ids, with the header of llm.c and the golf challenge, without one
-    (nanoGPT), as datatrove's .ds or as .npy. tokenizer.kind pretrained or byte says whose tokens they are."""
+    (nanoGPT), as datatrove's .ds or as .npy. tokenizer.kind pretrained or byte says whose tokens they are. mixture: see
+    data.mixture."""
     files: Texts = []
     """Paths, folders, globs or URLs (http, hf, s3, ...); implies data.source files. Text files hold one document each;
     jsonl, json, csv, tsv, parquet, arrow and folders of save_to_disk one per row. Also .gz, .bz2, .xz, .zst, .zip and
     .tar; see docs/data.md."""
+    mixture: Entries = []
+    """Several texts, such as [{files: web/*.parquet, weight: 3}, {hub_name: user/books, weight: 1}]; implies
+    data.source mixture. A weight is a share of the training sequences, or {tokens: share} if it changes during the
+    training. Other keys are those of data, and what an entry does not state is that of data; see docs/data.md."""
     hub_name: Text | None = None
     """Hub dataset, such as roneneldan/TinyStories."""
     hub_config: Text | None = None
@@ -356,7 +364,56 @@ class DataSection(Section, frozen=True):
     num_workers: Annotated[int, Field(ge=0, le=1024)] = 0
     """DataLoader worker processes; 0: load batches in the training process."""
 
+    def sources(self) -> dict[str, DataSection]:
+        """Return {name: section} of each text: of a mixture, one for each entry; else this section, named ""."""
+        if not self.mixture:
+            return {"": self}
+        names = mixture.entry_names(self.mixture)
+        return {name: self._entry_section(entry) for name, entry in zip(names, self.mixture, strict=True)}
+
+    def _entry_section(self, entry: Mapping[str, Any]) -> DataSection:
+        """Return the section of an entry of data.mixture. Raises UserError if it is not valid."""
+        own = {key: value for key, value in entry.items() if key not in ("name", "weight")}
+        source = "files" if "files" in own else "hub" if "hub_name" in own else "python_stdlib"
+        return DataSection(**{**dict(self), "mixture": [], "source": source, **own})
+
+    def _problems_of_mixture(self) -> Iterator[str]:
+        for key in ("files", "val_files", "val_bytes_files", "hub_name", "hub_config", "separator_id"):
+            if getattr(self, key) not in (None, []):
+                yield f"data.{key} is set beside data.mixture, which names all text; state it in an entry."
+        allowed = (*_KEYS_OF_A_TEXT, "name", "weight")
+        for number, entry in enumerate(self.mixture, 1):
+            where = f"data.mixture: entry {number}"
+            for key in entry.keys() - {*allowed}:
+                is_of_all = key in type(self).model_fields and key != "mixture"
+                advice = f"it is of all entries: data.{key}" if is_of_all else f"did you mean {nearest(key, allowed)}?"
+                yield f"{where} cannot have {key}; {advice}{'' if advice[-1] == '?' else '.'}"
+            if not {"files", "hub_name", "source"} & entry.keys():
+                yield f"{where} names no text; state files, hub_name or source."
+            if not has_type(entry.get("name"), Name | None):
+                yield refusal(f"{where}: name", entry["name"], describe_type(Name))
+            try:
+                section = self._entry_section(entry)
+            except UserError as error:
+                yield f"{where}: {error}"
+            else:
+                if (section.messages_column is None) != (self.messages_column is None):
+                    yield (
+                        f"{where}: messages_column: conversations do not mix with text; state data.messages_column, and"
+                        " in an entry only another name for it."
+                    )
+        yield from mixture.problems(self.mixture)
+
     def _problems(self) -> Iterator[str]:
+        if (self.source == "mixture") != bool(self.mixture):
+            yield (
+                f"data.mixture has {len(self.mixture)} entries, but data.source is {self.source}; state one of them."
+                if self.mixture
+                else "data.mixture is empty, but data.source is mixture; name at least one text, with its weight."
+            )
+        if self.mixture:
+            yield from self._problems_of_mixture()
+            return
         if self.source in ("files", "shards") and not self.files:
             yield f"data.files is empty, but data.source is {self.source}; name at least one path, folder, glob or URL."
         if self.source == "shards" and not self.val_files:
@@ -373,6 +430,13 @@ class DataSection(Section, frozen=True):
             yield "data.hub_name is null, but data.source is hub; name a dataset, such as roneneldan/TinyStories."
         if self.source not in ("files", "shards") and (self.files or self.val_files):
             yield f"data.files and data.val_files require data.source files or shards, not {self.source}."
+
+
+_KEYS_OF_A_TEXT = (
+    *("source", "files", "hub_name", "hub_config", "hub_split", "streaming", "text_column", "ids_column"),
+    *("messages_column", "encoding", "max_documents", "split", "val_fraction", "val_files", "val_bytes_files"),
+)
+"""The keys that an entry of data.mixture may have."""
 
 
 class TokenizerSection(Section, frozen=True):
@@ -795,9 +859,10 @@ class RunConfig(Section, frozen=True):
         for key in ("qat_fraction", "forecast_every_steps"):
             if self.model.architecture != "golf" and getattr(self.golf, key):
                 yield f"golf.{key}: it needs model.architecture golf, not {self.model.architecture}."
-        has_tokens = self.data.source == "shards" or self.data.ids_column is not None
-        if has_tokens and self.tokenizer.kind not in ("pretrained", "byte") and self.model.init_from is None:
-            source = "source shards" if self.data.source == "shards" else "ids_column"
+        texts = self.data.sources().values()
+        ready = next((text for text in texts if text.source == "shards" or text.ids_column is not None), None)
+        if ready and self.tokenizer.kind not in ("pretrained", "byte") and self.model.init_from is None:
+            source = "source shards" if ready.source == "shards" else "ids_column"
             yield (
                 f"tokenizer.kind: {self.tokenizer.kind} is trained on text, but data.{source} has only tokens; set"
                 " pretrained and tokenizer.name_or_path, or byte."
@@ -815,8 +880,16 @@ class RunConfig(Section, frozen=True):
             )
         if self.data.messages_column is not None:
             yield from self._problems_of_chat()
+        if self.data.mixture:
+            yield from self._problems_of_mixture()
         if self.golf.qat_fraction and self.optim.ema_export:
             yield "optim.ema_export: true does not go with golf.qat_fraction: averages are on no grid; drop one."
+
+    def _problems_of_mixture(self) -> Iterator[str]:
+        if self.train.max_epochs:
+            yield "train.max_epochs: each text of data.mixture has epochs of its own; state train.max_tokens."
+        if self.golf.qat_fraction or self.golf.forecast_every_steps:
+            yield "golf.qat_fraction and golf.forecast_every_steps do not go with data.mixture; leave them unset."
 
     def _problems_of_chat(self) -> Iterator[str]:
         if self.tokenizer.kind == "bpe" and self.tokenizer.max_vocab_size < 261:

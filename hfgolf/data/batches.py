@@ -13,10 +13,10 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from hfgolf.config.mixture import of_text
+from hfgolf.data.mixture import MixedStream, Turns
 from hfgolf.data.token_stream import Stream
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import count_of
@@ -92,7 +94,7 @@ def block_starts(seed: int | None, positions: np.ndarray, num_blocks: int, seque
     starts = np.empty(len(positions), np.int64)
     for epoch in np.unique(epochs):
         is_in_epoch = epochs == epoch
-        starts[is_in_epoch] = _epoch(seed, int(epoch), num_blocks, sequence_length)[places_in_epoch[is_in_epoch]]
+        starts[is_in_epoch] = _epochs(seed, num_blocks, sequence_length)(int(epoch))[places_in_epoch[is_in_epoch]]
     return starts
 
 
@@ -132,8 +134,12 @@ def sample_hash(starts: np.ndarray) -> int:
     return int((x ^ (x >> np.uint64(31))).sum().astype(np.int64))
 
 
-@lru_cache(maxsize=2)
-def _epoch(seed: int | None, epoch: int, num_blocks: int, sequence_length: int) -> np.ndarray:
+@lru_cache(maxsize=64)  # the texts of a mixture: each keeps the orders of two epochs
+def _epochs(seed: int | None, num_blocks: int, sequence_length: int) -> Callable[[int], np.ndarray]:
+    return lru_cache(maxsize=2)(partial(_epoch, seed, num_blocks, sequence_length))
+
+
+def _epoch(seed: int | None, num_blocks: int, sequence_length: int, epoch: int) -> np.ndarray:
     if seed is None:
         return np.arange(num_blocks) * sequence_length
     # PCG64 by name: default_rng may change its generator, but the data order must not change with numpy's version
@@ -142,20 +148,20 @@ def _epoch(seed: int | None, epoch: int, num_blocks: int, sequence_length: int) 
     return order + (generator.integers(sequence_length) if epoch else 0)
 
 
-@lru_cache(maxsize=2)
+@lru_cache(maxsize=32)
 def _epoch_segments(
     seed: int, epoch: int, num_blocks: int, sequence_length: int, length: int, num_segmented: int
 ) -> np.ndarray:
     """Return the starts of the segments that replace the first `num_segmented` blocks, (blocks, T / length) int64."""
     per_block = sequence_length // length
-    offset = _epoch(seed, epoch, num_blocks, sequence_length).min()
+    offset = _epochs(seed, num_blocks, sequence_length)(epoch).min()
     generator = np.random.Generator(np.random.PCG64([seed, epoch, 1]))  # not the draws that ordered the blocks
     drawn = generator.choice(num_blocks * per_block, num_segmented * per_block, replace=False)
     return offset + drawn.reshape(num_segmented, per_block) * length
 
 
 class MicroBatches(Dataset[Batch]):
-    """Micro-batches, indexed by the positions of their blocks: `dataset[positions]`.
+    """Micro-batches of one text, indexed by the positions of their blocks: `dataset[positions]`.
 
     An item is {"input_ids": (B, T) int64, "shift_labels": (B, T) int64, "sample_hash": () int64}. The labels are
     already shifted by one token, and IGNORED where the stream's mask is 0; sample_hash is the `sample_hash` of the
@@ -165,15 +171,18 @@ class MicroBatches(Dataset[Batch]):
     "num_items_in_batch", () float32, the divisor of its summed loss: the targets of the step per micro-batch. So the
     mean over micro-batches and processes, which accelerate takes, is the mean over the targets of the step, however
     they are divided.
+
+    first: the index of the stream's first token among the tokens of all texts, which the starts count from.
     """
 
     def __init__(
-        self, stream: Stream, sequence_length: int, seed: int | None, segments: Segments | None = None
+        self, stream: Stream, sequence_length: int, seed: int | None, segments: Segments | None = None, first: int = 0
     ) -> None:
         self.stream = stream
         self.sequence_length = sequence_length
         self.seed = seed
         self.segments = segments
+        self.first = first
         self.num_blocks = num_blocks(len(stream), sequence_length)
 
     def __getitem__(self, item: np.ndarray | tuple[np.ndarray, np.ndarray]) -> Batch:
@@ -186,12 +195,15 @@ class MicroBatches(Dataset[Batch]):
         batch = {
             "input_ids": _copied(parts[:, :-1]).view(-1, self.sequence_length),
             "shift_labels": labels.view(-1, self.sequence_length),
-            "sample_hash": torch.tensor(sample_hash(starts)),
+            "sample_hash": torch.tensor(sample_hash(starts + self.first)),
         }
         if of_step is not None and self.stream.is_target is not None:
-            num_targets = max(1, self.num_targets(of_step))  # without targets, the loss is 0
-            batch["num_items_in_batch"] = torch.tensor(num_targets * len(positions) / len(of_step))
+            batch["num_items_in_batch"] = _divisor(self.num_targets(of_step), len(positions), len(of_step))
         return batch
+
+    def starts(self, positions: np.ndarray) -> np.ndarray:
+        """Return the index of the first token of each part of the blocks: of themselves, or of their segments."""
+        return self._parts(positions)[0] + self.first
 
     def num_targets(self, positions: np.ndarray) -> int:
         """Return how many targets the loss counts in the blocks at the given positions."""
@@ -202,6 +214,62 @@ class MicroBatches(Dataset[Batch]):
     def _parts(self, positions: np.ndarray) -> tuple[np.ndarray, int]:
         """Return (starts, tokens of each) of what the blocks consist of: themselves, or their segments in order."""
         return part_starts(self.seed, positions, self.num_blocks, self.sequence_length, self.segments)
+
+
+class MixedBatches(Dataset[Batch]):
+    """Micro-batches of a mixture: each block is the next one of its text, which has an order and epochs of its own.
+
+    Items are those of MicroBatches. Each text's `segments` last as long as those of the whole.
+    """
+
+    def __init__(
+        self, stream: MixedStream, sequence_length: int, seed: int | None, segments: Segments | None = None
+    ) -> None:
+        self.turns = Turns(stream.stages, sequence_length)
+        self.has_targets = any(part.is_target is not None for part in stream.parts)
+        self.texts: list[MicroBatches] = []
+        for number, (name, part) in enumerate(zip(stream.names, stream.parts, strict=True)):
+            own = segments
+            if segments is not None and segments.blocks is not None:
+                own = Segments(segments.length, int(self.turns.counts(np.array([segments.blocks]))[0, number]))
+            with of_text(name):
+                own_seed = None if seed is None else seed + number  # texts of one size must not be shuffled alike
+                self.texts.append(MicroBatches(part, sequence_length, own_seed, own, stream.begins[number]))
+
+    def __getitem__(self, item: np.ndarray | tuple[np.ndarray, np.ndarray]) -> Batch:
+        positions, of_step = item if isinstance(item, tuple) else (item, None)
+        batches = [(rows, text[own]) for text, rows, own in self._each(positions)]
+        order = torch.from_numpy(np.argsort(np.concatenate([rows for rows, _ in batches])))
+        batch = {
+            name: torch.cat([one[name] for _, one in batches])[order] for name in ("input_ids", "shift_labels")
+        } | {"sample_hash": torch.stack([one["sample_hash"] for _, one in batches]).sum()}
+        if of_step is not None and self.has_targets:
+            num_targets = sum(text.num_targets(own) for text, _, own in self._each(of_step))
+            batch["num_items_in_batch"] = _divisor(num_targets, len(positions), len(of_step))
+        return batch
+
+    def starts(self, positions: np.ndarray) -> np.ndarray:
+        """Return what MicroBatches does, text by text."""
+        return np.concatenate([text.starts(own) for text, _, own in self._each(positions)])
+
+    def _each(self, positions: np.ndarray) -> Iterator[tuple[MicroBatches, np.ndarray, np.ndarray]]:
+        """Yield (text, the places of its blocks among the positions, their positions in the text)."""
+        sources, own = self.turns.at(positions)
+        for source in np.unique(sources):
+            rows = np.flatnonzero(sources == source)
+            yield self.texts[source], rows, own[rows]
+
+
+def micro_batches(
+    stream: Stream, sequence_length: int, seed: int | None, segments: Segments | None = None
+) -> MicroBatches | MixedBatches:
+    """Return the micro-batches of a stream. Raises UserError if a text of it is shorter than one block."""
+    of_stream = MixedBatches if isinstance(stream, MixedStream) else MicroBatches
+    return of_stream(stream, sequence_length, seed, segments)  # type: ignore[arg-type]
+
+
+def _divisor(num_targets: int, num_blocks: int, of_step: int) -> torch.Tensor:
+    return torch.tensor(max(1, num_targets) * num_blocks / of_step)  # without targets, the loss is 0
 
 
 def _targets(is_target: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
@@ -270,7 +338,7 @@ def build_loader(
     # fork, not forkserver (Linux's default since Python 3.14): the server and its workers would outlive a killed run
     context = "fork" if num_workers and sys.platform == "linux" else None
     return _Loader(
-        MicroBatches(stream, sequence_length, seed, segments),
+        micro_batches(stream, sequence_length, seed, segments),
         batch_size=None,  # an item is already a batch
         sampler=order,
         num_workers=num_workers,
@@ -362,8 +430,13 @@ def evaluation_extent(stream: Stream, budget_tokens: int | None = None) -> tuple
     """Return (target tokens, raw UTF-8 bytes) of the pieces that fit the budget whole: at least one, or all for None.
 
     The first token of the stream, an end-of-text token, is only context. Later ones are targets that count zero bytes.
-    A stream with a mask counts fewer of these targets, and only their bytes.
+    A stream with a mask counts fewer of these targets, and only their bytes. Each text of a mixture is a stream of its
+    own, with its share of the budget.
     """
+    if isinstance(stream, MixedStream):
+        budgets = stream.budgets(budget_tokens)
+        extents = [evaluation_extent(part, budget) for part, budget in zip(stream.parts, budgets, strict=True)]
+        return sum(targets for targets, _ in extents), sum(num_bytes for _, num_bytes in extents)
     num_targets = np.cumsum(stream.piece_tokens, dtype=np.int64) - 1
     num_pieces = len(num_targets)
     if budget_tokens is not None:

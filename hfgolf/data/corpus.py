@@ -11,13 +11,14 @@ import json
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import pyarrow as pa
 
+from hfgolf.config.mixture import of_text, stages
 from hfgolf.config.sections import DataSection
 from hfgolf.data.cache_folder import cache_folder, file_hashes, file_state
 from hfgolf.data.documents import Document, content_column, hub_revision, newer_kinds, read_file, read_hub
@@ -50,6 +51,8 @@ class Corpus:
     """With shards: the files with the bytes of each validation token."""
     states: tuple[list[int], ...] = ()
     """`file_state` of each of `files` when it was hashed."""
+    texts: dict[str, Corpus] = field(default_factory=dict)
+    """Of a mixture: the corpus of each text, by its name."""
 
     @property
     def reading(self) -> dict[str, Any]:
@@ -223,6 +226,8 @@ def text_name(data: DataSection) -> str:
     """Return a few words for a person: which text this is."""
     if data.source == "hub":
         return str(data.hub_name)
+    if data.mixture:
+        return join_words(data.sources(), maximum=3)
     return "Python's standard library" if data.source == "python_stdlib" else join_words(data.files, maximum=3)
 
 
@@ -231,6 +236,8 @@ def load_corpus(data: DataSection) -> Corpus:
 
     Raises UserError if nothing matches, a file is empty, or a Hub dataset cannot be reached.
     """
+    if data.mixture:
+        return _load_mixture(data)
     is_local, data = data.source in ("files", "shards"), with_splits(data)
     files = stdlib_files() if data.source == "python_stdlib" else named_files(data) if is_local else []
     if _is_all_in_one_split(data, files):
@@ -281,6 +288,20 @@ def load_corpus(data: DataSection) -> Corpus:
         identity["separator_id"] = data.separator_id
         identity["val_bytes"] = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in bytes_files]
     return Corpus(identity, data, tuple(files), tuple(bytes_files), tuple(states[f.path] for f in files))
+
+
+def _load_mixture(data: DataSection) -> Corpus:
+    texts: dict[str, Corpus] = {}
+    for name, section in data.sources().items():
+        with of_text(name):
+            texts[name] = load_corpus(section)
+    shares = ", ".join(f"{':'.join(map(str, turns))} from token {start}" for start, turns in stages(data.mixture))
+    identity: dict[str, Any] = {"source": "mixture", "shares": shares}
+    for number, text in enumerate(texts.values(), 1):
+        identity |= {f"entry {number}: {key}": value for key, value in text.identity.items()}
+    if data.messages_column is not None:
+        identity["messages_column"] = data.messages_column
+    return Corpus(identity, data, texts=texts)
 
 
 def _is_all_in_one_split(data: DataSection, files: Sequence[SourceFile]) -> bool:

@@ -21,6 +21,7 @@ from functools import cache
 from pathlib import Path
 from typing import NoReturn
 
+from hfgolf.config.mixture import of_text
 from hfgolf.config.sections import DataSection
 from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.downloads import download, list_urls
@@ -262,6 +263,9 @@ def require_paths(data: DataSection) -> None:
 
     Reads the first bytes of files that are named one by one, and imports little.
     """
+    for entry, text in data.sources().items() if data.mixture else ():
+        with of_text(entry):
+            require_paths(text)
     for field in ("files", "val_files"):
         for name in itertools.filterfalse(is_url, getattr(data, field)):
             paths, is_glob = _find_paths(name, f"data.{field}")

@@ -25,6 +25,7 @@ import torch
 from filelock import FileLock, Timeout
 from transformers import PreTrainedTokenizerFast
 
+from hfgolf.config.mixture import mean_shares, of_text, stages
 from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.cache_folder import (
     MANIFEST,
@@ -38,10 +39,18 @@ from hfgolf.data.cache_folder import (
 )
 from hfgolf.data.chat import chat_template
 from hfgolf.data.corpus import SPLITS, Corpus, identity_changes, load_corpus
+from hfgolf.data.mixture import MixedStream
 from hfgolf.data.shards import ShardStream, open_shards
 from hfgolf.data.stream_writer import write_streams
 from hfgolf.data.token_stream import TokenStream, open_stream, stream_path
-from hfgolf.data.tokenizer import build_tokenizer, document_start, embedding_rows, find_tokenizer, tokenizer_sha256
+from hfgolf.data.tokenizer import (
+    build_tokenizer,
+    document_start,
+    embedding_rows,
+    find_tokenizer,
+    mixed_pieces,
+    tokenizer_sha256,
+)
 from hfgolf.system.durable import replace_folder
 from hfgolf.system.errors import writing
 from hfgolf.system.hardware import free_memory_bytes
@@ -61,8 +70,8 @@ _RAM_SHARE = 0.25  # the share of free memory that the tokens may take under dat
 class TokenCache:
     """The tokens of a corpus, the tokenizer that made them, and the folder they are in."""
 
-    train: TokenStream | ShardStream
-    val: TokenStream | ShardStream
+    train: TokenStream | ShardStream | MixedStream
+    val: TokenStream | ShardStream | MixedStream
     tokenizer: PreTrainedTokenizerFast
     path: Path
     is_hit: bool
@@ -74,12 +83,16 @@ class TokenCache:
     """Why the tokenizer is not lossless, or None if it is."""
     overlap: dict[str, Any] = field(default_factory=dict)
     """How many validation documents also train (count_overlap). Empty for shards, of which that is not counted."""
+    texts: dict[str, TokenCache] = field(default_factory=dict)
+    """Of a mixture: the tokens of each text, by its name."""
 
     def check(self, wait: bool = False) -> None:
         """Raise DamagedCacheError if the verification thread has found damage. Cheap: the thread does the work.
 
         wait: wait for the thread to verify all files.
         """
+        for text in self.texts.values():
+            text.check(wait)
         problem = self.verification.problem(wait)
         if problem is not None:
             raise note_damage(self.path, problem)
@@ -102,6 +115,8 @@ def load_tokens(
     but its folder cannot be written.
     """
     corpus = corpus or load_corpus(data)
+    if corpus.texts:
+        return _load_mixture(corpus, tokenizer_config, tokenizer)
     cache_dir = cache_folder(data)
     # load it only once: a large one takes a while
     tokenizer = tokenizer or find_tokenizer(tokenizer_config, corpus.identity, cache_dir / "tokenizers")
@@ -123,6 +138,63 @@ def load_tokens(
     sizes = f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"
     _log.debug("%s: %s (%s)", "shards" if data.source == "shards" else "cache hit", tokens.path, sizes)
     return tokens
+
+
+def _load_mixture(corpus: Corpus, config: TokenizerSection, tokenizer: PreTrainedTokenizerFast | None) -> TokenCache:
+    """Return the tokens of a mixture: of each text from a cache of its own, all by one tokenizer."""
+    cache_dir = cache_folder(corpus.data)
+    tokenizer = tokenizer or find_tokenizer(config, corpus.identity, cache_dir / "tokenizers")
+    if tokenizer is None:
+        with writing("data.cache_dir", cache_dir), locked(_lock(cache_dir, _digest(corpus.identity)), _WORK):
+            tokenizer = _train_tokenizer(corpus, config, cache_dir)
+    texts: dict[str, TokenCache] = {}
+    for name, text in corpus.texts.items():
+        with of_text(name):
+            texts[name] = load_tokens(text.data, config, text, tokenizer)
+    all_stages, caches = stages(corpus.data.mixture), [*texts.values()]
+    losses = (f"{name}: {one.tokenizer_loss}" for name, one in texts.items() if one.tokenizer_loss)
+    return TokenCache(
+        train=MixedStream(tuple(one.train for one in caches), tuple(texts), all_stages),
+        val=MixedStream(tuple(one.val for one in caches), tuple(texts), all_stages),
+        tokenizer=tokenizer,
+        path=cache_dir / "tokens",
+        is_hit=all(one.is_hit for one in caches),
+        identity=corpus.identity,
+        tokenizer_sha256=tokenizer_sha256(tokenizer),
+        verification=Verification({"files": {}}, lambda: iter(())),  # that of each text
+        tokenizer_loss=next(losses, None),
+        overlap=_summed_overlap(caches),
+        texts=texts,
+    )
+
+
+def _train_tokenizer(corpus: Corpus, config: TokenizerSection, cache_dir: Path) -> PreTrainedTokenizerFast:
+    """Train the tokenizer of a mixture on all of its texts. The caller holds the lock."""
+    folder, text = cache_dir / "tokenizers", _digest(corpus.identity)
+    building = cache_dir / f"{BUILDING}{text}"
+    _remove_leftovers(cache_dir, text)
+    folder.mkdir(exist_ok=True)
+
+    def pieces() -> Any:
+        found = []
+        for number, (name, one) in enumerate(corpus.texts.items()):
+            with of_text(name):
+                found.append(one.write_pieces(building / str(number))["train"])
+        return mixed_pieces(found, mean_shares(corpus.data.mixture), config)
+
+    try:
+        return build_tokenizer(config, corpus.identity, pieces, folder)
+    finally:
+        _remove_leftovers(cache_dir, text)
+
+
+def _summed_overlap(texts: list[TokenCache]) -> dict[str, Any]:
+    """Return the columns of count_overlap of all texts, each of which was compared with itself."""
+    if not all(text.overlap for text in texts):
+        return {}
+    counts = {key: sum(text.overlap[key] for text in texts) for key in ("val_documents", "val_documents_in_train")}
+    repeated = sum(text.overlap["val_share_in_train"] * text.val.num_bytes for text in texts)
+    return counts | {"val_share_in_train": repeated / max(1, sum(text.val.num_bytes for text in texts))}
 
 
 def _find_tokens(

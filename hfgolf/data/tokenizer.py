@@ -16,7 +16,7 @@ import time
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
@@ -98,6 +98,23 @@ def build_tokenizer(
     write_manifest(partial)
     replace_folder(partial, path)
     return _load(path)  # from disk, like every later start
+
+
+def mixed_pieces(texts: Sequence[Dataset], shares: Sequence[float], config: TokenizerSection) -> Dataset:
+    """Return what the tokenizer of a mixture is trained on: of BPE's sample, each text has its share, if it is so long.
+
+    A char tokenizer needs all characters, so it reads all.
+    """
+    from datasets import concatenate_datasets
+
+    if config.kind == "char":
+        return concatenate_datasets([*texts])
+    # less than _train_bpe takes: of a sample that is a little too large, it would take half
+    sample_bytes = 0.9 * config.max_vocab_size * TRAINING_SAMPLE_BYTES_PER_ENTRY
+    samples = (
+        evenly_sampled(text, max(1, int(share * sample_bytes))) for text, share in zip(texts, shares, strict=True)
+    )
+    return concatenate_datasets([text.select(sample) for text, sample in zip(texts, samples, strict=True)])
 
 
 def find_tokenizer(

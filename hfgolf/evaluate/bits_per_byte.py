@@ -5,7 +5,7 @@ from __future__ import annotations
 import gzip
 import lzma
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -33,6 +33,8 @@ class Evaluation:
     nats: float
     num_tokens: int
     num_bytes: int
+    texts: dict[str, Evaluation] = field(default_factory=dict)
+    """Of a mixture: that of each text, by its name. This one is their sum."""
 
     @property
     def loss(self) -> float:

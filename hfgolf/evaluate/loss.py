@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hfgolf.data.batches import Batch, device_prefetch, evaluation_extent
+from hfgolf.data.mixture import MixedStream
 from hfgolf.data.tokenizer import document_start, text_start
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode, uncompiled
@@ -40,8 +41,27 @@ def evaluate_loss(
     """Evaluate a model on the start of a stream, in non-overlapping rows of sequence_length tokens.
 
     sequence_length: tokens per row. budget_tokens: evaluate as many whole pieces of text as fit in this many tokens, or
-    all for None. The other arguments are those of `evaluate_plan`.
+    all for None. The other arguments are those of `evaluate_plan`. Each text of a mixture is evaluated by itself, on
+    its share of the budget.
     """
+    if isinstance(stream, MixedStream):
+        texts = {
+            name: evaluate_loss(
+                model,
+                part,
+                accelerator,
+                sequence_length=sequence_length,
+                batch_size=batch_size,
+                budget_tokens=budget,
+                before_batch=before_batch,
+            )
+            for name, part, budget in zip(stream.names, stream.parts, stream.budgets(budget_tokens), strict=True)
+        }
+        nats = sum(text.nats for text in texts.values())
+        num_tokens, num_bytes = (
+            sum(getattr(text, name) for text in texts.values()) for name in ("num_tokens", "num_bytes")
+        )
+        return Evaluation(nats, num_tokens, num_bytes, texts)
     num_targets, num_bytes = evaluation_extent(stream, budget_tokens)
     plan = plan_windows("flat", num_targets + 1, sequence_length)
     return evaluate_plan(model, stream, accelerator, plan, num_bytes, batch_size=batch_size, before_batch=before_batch)

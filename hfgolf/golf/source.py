@@ -66,6 +66,10 @@ def run_source(folder: Path) -> Source:
         raise UserError(
             f"--run: {folder} was trained on conversations, and golf scores all of a text; use --model with --files."
         )
+    if config.data.mixture:
+        raise UserError(
+            f"--run: {folder} was trained on a mixture, and golf scores one text; use --model with --files."
+        )
     damage = run.find_damage() if run.summary.is_file() else None
     if damage:
         raise UserError(

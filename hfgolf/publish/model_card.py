@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hfgolf.config.parse import ResolvedConfig
-from hfgolf.config.sections import RunConfig, RunSection
+from hfgolf.config.sections import DataSection, RunConfig, RunSection
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import position_limit
 from hfgolf.run.provenance import package_version
@@ -54,13 +54,16 @@ def model_card(
     """
     title = (config.hub.repo_id or str(config.run.name)).split("/")[-1]
     figures = {metric: summary[metric] for metric in _RESULTS if math.isfinite(summary.get(metric, math.nan))}
-    hub_dataset = _hub_dataset(config)
+    texts = list(config.data.sources().values())
+    hub_datasets = [text.hub_name for text in texts if text.source == "hub" and text.hub_name]
+    hub_dataset = hub_datasets[0] if len(texts) == len(hub_datasets) == 1 else None
+    dataset = join_words(map(_dataset, texts), last=" and ")
     results = [
         EvalResult(
             task_type="text-generation",
             dataset_type=hub_dataset or config.data.source,
-            dataset_name=f"{_dataset(config)}, validation split",
-            dataset_config=config.data.hub_config if hub_dataset else None,
+            dataset_name=f"{dataset}, validation split",
+            dataset_config=texts[0].hub_config if hub_dataset else None,
             metric_type=metric.removeprefix("val_"),
             metric_name=_RESULTS[metric],
             metric_value=round(value, 4),
@@ -78,7 +81,7 @@ def model_card(
         pipeline_tag="text-generation",
         tags=["hfgolf"],
         model_name=title,
-        datasets=[hub_dataset] if hub_dataset else None,
+        datasets=list(dict.fromkeys(hub_datasets)) or None,
         eval_results=results or None,
         base_model=init_from["name"] if init_from.get("revision") else None,
     )
@@ -90,7 +93,7 @@ def model_card(
         usage=usage(
             model, config.hub.repo_id or summary.get("model", title), config.data.messages_column is not None, has_gguf
         ),
-        dataset=_trained_on(config),
+        dataset=join_words(map(_trained_on, texts), last=" and "),
         origin=_origin(init_from),
         config=config,
         figures={_RESULTS[metric]: f"{value:,.4f}" for metric, value in figures.items()},
@@ -127,25 +130,20 @@ def usage(model: PreTrainedModel, location: str, is_chat: bool, has_gguf: bool =
     )
 
 
-def _dataset(config: RunConfig) -> str:
-    """Return the name of the corpus, without this machine's folders."""
-    if config.data.source == "python_stdlib":
+def _dataset(data: DataSection) -> str:
+    """Return the name of a text, without this machine's folders."""
+    if data.source == "python_stdlib":
         return "the Python standard library"
-    names = [name if "://" in name else Path(name).name for name in config.data.files]
-    return _hub_dataset(config) or join_words(names)
+    names = [name if "://" in name else Path(name).name for name in data.files]
+    return str(data.hub_name) if data.source == "hub" else join_words(names)
 
 
-def _hub_dataset(config: RunConfig) -> str | None:
-    """Return the dataset's name on the Hub; None if the text is from elsewhere."""
-    return config.data.hub_name if config.data.source == "hub" else None
-
-
-def _trained_on(config: RunConfig) -> str:
+def _trained_on(data: DataSection) -> str:
     """Return what the model was trained on as Markdown, with a link if it is on the Hub."""
-    name = _hub_dataset(config)
-    if name is None:
-        return _plain(_dataset(config))
-    part = f"{config.data.hub_config}, {config.data.hub_split}" if config.data.hub_config else config.data.hub_split
+    if data.source != "hub":
+        return _plain(_dataset(data))
+    name = str(data.hub_name)
+    part = f"{data.hub_config}, {data.hub_split}" if data.hub_config else data.hub_split
     return f"[{_plain(name)}](https://huggingface.co/datasets/{quote(name)}) ({_plain(part)})"
 
 

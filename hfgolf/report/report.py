@@ -32,7 +32,7 @@ from hfgolf.run.record import (
 from hfgolf.system.command import own_command
 from hfgolf.system.durable import write_bytes, write_text
 from hfgolf.system.redact import redact, redact_values
-from hfgolf.system.wording import describe_overlap, dollars, duration, join_words
+from hfgolf.system.wording import describe_overlap, describe_texts, dollars, duration, join_words
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -184,6 +184,7 @@ def _notes(run: RunRecord) -> list[str]:
         notes.append(f"Broken lines skipped in metrics.jsonl: {run.metrics.broken_lines:,}.")
     if run.config.get("data.messages_column"):
         notes.append("Losses and bits per byte are of the assistant's turns only.")
+    notes += [f"Bits per byte of {line}." for line in describe_texts(run.summary)]
     if overlap := describe_overlap(run.summary):
         notes.append(f"{overlap}.")
     if all(row.get("val_loss") is None for row in run.metrics.rows):

@@ -87,6 +87,18 @@ def describe_overlap(summary: Mapping[str, Any]) -> str | None:
     )
 
 
+def describe_texts(summary: Mapping[str, Any]) -> list[str]:
+    """Return a line on each text of a mixture: how good the model is on it, and what the run read of it."""
+    names = [key.removeprefix("epochs/") for key in summary if key.startswith("epochs/")]
+    keys = ("val_bits_per_byte", "val_bytes", "tokens", "bytes", "epochs")
+    found = [(name, *(summary.get(f"{key}/{name}") or 0 for key in keys)) for name in names]
+    return [
+        f"{name}: {score:.4f} over {val_bytes:,} bytes; trained on {tokens:,} tokens"
+        f"{f' ({num_bytes:,} bytes)' if num_bytes else ''}, {epochs:.3g} epochs"
+        for name, score, val_bytes, tokens, num_bytes, epochs in found
+    ]
+
+
 def shortened(value: object) -> str:
     """Return a value's repr for an error message, shortened in the middle if it is long."""
     return _SHORT.repr(value)

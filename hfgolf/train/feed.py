@@ -7,10 +7,19 @@ import math
 from collections.abc import Callable
 from typing import TypeVar
 
+import numpy as np
 import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
-from hfgolf.data.batches import Segments, build_loader, device_prefetch, num_blocks
+from hfgolf.data.batches import (
+    Segments,
+    build_loader,
+    device_prefetch,
+    micro_batches,
+    num_blocks,
+    stream_positions,
+)
+from hfgolf.data.mixture import MixedStream, Turns
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
 from hfgolf.train.run import Run
@@ -50,6 +59,13 @@ def segments(run: Run) -> Segments | None:
     return Segments(batch.segment_length, None if tokens is None else math.ceil(tokens / batch.sequence_length))
 
 
+def starts_of(run: Run, positions: np.ndarray) -> list[int]:
+    """Return where the blocks at these positions of the data start, or their segments, as places of training tokens."""
+    batch, seed = run.config.batch, run.config.order_seed
+    starts = micro_batches(run.tokens.train, batch.sequence_length, seed, segments(run)).starts(positions)
+    return [int(start) for start in starts]
+
+
 def blocks_per_epoch(run: Run) -> int:
     """Return the number of blocks in the training data."""
     return num_blocks(len(run.tokens.train), run.config.batch.sequence_length)
@@ -58,6 +74,23 @@ def blocks_per_epoch(run: Run) -> int:
 def epoch(run: Run) -> float:
     """Return the epochs read so far, as a fraction; excluded blocks count as read."""
     return int(run.state.next_positions(1)[0]) / blocks_per_epoch(run)
+
+
+def read_of_each(run: Run, steps: float | None = None) -> dict[str, tuple[int, float]]:
+    """Return {name: (tokens, epochs)} that a mixture has read of each of its texts; {} if there is only one text.
+
+    steps: those until which it reads; None: those so far. Excluded blocks count as read.
+    """
+    stream, batch = run.tokens.train, run.config.batch
+    if not isinstance(stream, MixedStream):
+        return {}
+    more = 0 if steps is None else (steps - run.state.step) * batch.sequences_per_step
+    position = stream_positions(run.state.blocks + int(more), 1, run.state.excluded_blocks)
+    read = Turns(stream.stages, batch.sequence_length).counts(position)[0]
+    return {
+        name: (int(blocks) * batch.sequence_length, int(blocks) / num_blocks(len(part), batch.sequence_length))
+        for name, part, blocks in zip(stream.names, stream.parts, read, strict=True)
+    }
 
 
 def halve_until_it_fits(run: Run, work: Callable[[], Result]) -> Result:

@@ -43,11 +43,12 @@ from hfgolf.system.command import own_command
 from hfgolf.system.durable import list_files, write_text
 from hfgolf.system.errors import UserError, refusal
 from hfgolf.system.hardware import accelerator_name
-from hfgolf.system.wording import describe_overlap, duration, gigabytes, one_line
+from hfgolf.system.wording import describe_overlap, describe_texts, duration, gigabytes, one_line
 from hfgolf.train.console import console
+from hfgolf.train.feed import read_of_each
 from hfgolf.train.run import Run
 from hfgolf.train.saving import flush
-from hfgolf.train.validation import evaluate, final_budget, read_share, sample
+from hfgolf.train.validation import evaluate, final_budget, of_each_text, read_share, sample
 
 logger = logging.getLogger(__name__)
 
@@ -136,6 +137,11 @@ def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
     if run.init_from:
         summary["init_from"] = run.init_from | run.evaluation_at_start
     summary |= old
+    summary |= of_each_text(evaluation)
+    for name, (tokens, epochs) in read_of_each(run).items():
+        summary |= {f"tokens/{name}": tokens, f"epochs/{name}": epochs}
+        if num_bytes := run.tokens.texts[name].train.num_bytes:  # of shards, nobody counts them
+            summary[f"bytes/{name}"] = round(epochs * num_bytes)
     if run.tokens.val.is_target is not None:
         summary["targets"] = "the assistant's turns"
     if run.config.model.architecture != "golf":
@@ -214,6 +220,8 @@ def show_summary(summary: dict[str, Any]) -> None:
     extent = f"{part} {summary['val_tokens']:,} tokens{counted}"
     logger.info(f"\nvalidation loss  {summary['val_loss']:.4f} nats per token ({weights}, {extent})")
     logger.info(f"bits per byte    {summary['val_bits_per_byte']:.4f} over {summary['val_bytes']:,} bytes")
+    for line in describe_texts(summary):
+        logger.info("                 %s", line)
     if "xz_bits_per_byte" in summary:
         logger.info("                 %s", beside_compressors(summary))
     start = summary.get("init_from", {})

@@ -20,7 +20,7 @@ from torch import nn
 
 from hfgolf.checkpoint.state import TrainState, rolled_back
 from hfgolf.checkpoint.store import newest_first, set_aside, step_of
-from hfgolf.data.batches import as_ranges, part_starts, stream_positions
+from hfgolf.data.batches import as_ranges, stream_positions
 from hfgolf.optim.shards import local_shards, on_any_rank
 from hfgolf.run.loss_levels import (
     LEVEL_STEPS,
@@ -33,7 +33,7 @@ from hfgolf.run.loss_levels import (
 )
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import join_words
-from hfgolf.train.feed import blocks_per_epoch, segments, start_batches
+from hfgolf.train.feed import start_batches, starts_of
 from hfgolf.train.meter import StepResult
 from hfgolf.train.run import Run
 
@@ -98,8 +98,7 @@ class Recovery:
             self._report_overflow(result, scaler.get_scale())  # finding the right scale needs no rollback
             return Next.CONTINUE
         positions, in_a_row = self._count_bad_step()
-        seed, length = run.config.order_seed, run.config.batch.sequence_length
-        blocks = part_starts(seed, positions, blocks_per_epoch(run), length, segments(run))[0].tolist()
+        blocks = starts_of(run, positions)
         diagnosis = (
             f"step {run.state.step}: the gradient is not finite (norm {result.grad_norm}, loss {result.loss:.4g}), "
             f"first in {result.nonfinite_parameter}, blocks from tokens {join_words(blocks, maximum=6)}"

@@ -30,7 +30,7 @@ from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import check_resume, choose_checkpoint, clean_up
 from hfgolf.config.parse import ResolvedConfig
 from hfgolf.config.sections import RunConfig
-from hfgolf.data.batches import num_blocks
+from hfgolf.data.batches import micro_batches, num_blocks
 from hfgolf.data.corpus import load_corpus, text_name
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import embedding_rows, keep_old_documents, text_start
@@ -54,7 +54,7 @@ from hfgolf.system.ranks import agree, first_of_machine, gather
 from hfgolf.system.signals import Signals
 from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.system.wording import gigabytes, labeled
-from hfgolf.train.announce import announce_device, announce_end, announce_model
+from hfgolf.train.announce import announce_device, announce_end, announce_mixture, announce_model
 from hfgolf.train.attention_probe import describe_attention
 from hfgolf.train.autopilot import choose
 from hfgolf.train.build import build_model, check_golf, other_config
@@ -229,7 +229,7 @@ def _load_tokens(config: RunConfig, origin: _Origin | None) -> TokenCache:
     kind = "byte" if (config.tokenizer.kind, rows) == ("bpe", 257) else config.tokenizer.kind  # of little text
     how = f"{kind} {rows:,}{', cached' if tokens.is_hit else ''}"
     logger.info("%s", labeled("data", f"{text_name(config.data)}: {counts} ({how})"))
-    num_blocks(len(tokens.train), config.batch.sequence_length)  # raises if there is not one block
+    micro_batches(tokens.train, config.batch.sequence_length, seed=None)  # raises if there is not one block
     tokens.tokenizer.model_max_length = config.max_positions
     return tokens
 
@@ -375,6 +375,7 @@ def _start(run: Run, origin: _Origin | None, signals: Signals) -> None:
     run.is_compiled = choose_compilation(run)
     with writing("run.output_dir", run.folder.path):
         write_description(run)
+    announce_mixture(run)
     logger.info("%s", labeled("evaluate", describe_validation(run)))
     logger.debug("attention: %s", describe_attention(run.raw_model, accelerator, config.batch.sequence_length))
     gather(None)  # as before `prepare`

@@ -142,6 +142,17 @@ def _columns(run: Run, evaluation: Evaluation, budget: int | None) -> dict[str, 
         "val_tokens": evaluation.num_tokens,
         "val_bytes": evaluation.num_bytes,
         "val_share_read": read_share(run, budget),
+    } | of_each_text(evaluation)
+
+
+def of_each_text(evaluation: Evaluation) -> dict[str, Any]:
+    """Return columns of each text of a mixture: "val_loss/NAME" and the others; {} if there is only one."""
+    columns = {"val_loss": "loss", "val_bits_per_byte": "bits_per_byte", "val_tokens": "num_tokens"}
+    columns["val_bytes"] = "num_bytes"
+    return {
+        f"{column}/{name}": getattr(text, figure)
+        for name, text in evaluation.texts.items()
+        for column, figure in columns.items()
     }
 
 
