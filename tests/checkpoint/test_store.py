@@ -303,7 +303,7 @@ def test_checkpoint_has_the_files_of_accelerate(run, tiny_run, tmp_path, monkeyp
 
     reset_accelerate()
     accelerator = Accelerator(cpu=True)
-    model = GolfForCausalLM.from_pretrained(folder / "model")
+    model = GolfForCausalLM.from_pretrained(ours)
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     config = load_config(arguments).config
