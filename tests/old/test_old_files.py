@@ -311,7 +311,7 @@ def assert_same_logits(model: Any, path: str, atol: float = 1e-5) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["golf", "tricks"])
 def test_export_renews_the_code_of_an_old_model_and_keeps_its_logits(name, old, command):
-    status, _, err = command("export", "--run", f"runs/{name}", "--output", "again")
+    status, _, err = command("export", "--run", f"runs/{name}", "--to", "golf", "--output", "again")
     assert status == 0, err
     model = AutoModelForCausalLM.from_pretrained(old / "again", trust_remote_code=True)
     # a checkpoint has the weights before they are rounded to the grid, as it had then
