@@ -121,8 +121,8 @@ def jobs_of(text: Path, minutes: float) -> list[dict[str, Any]]:
         if (most := values["train.max_tokens"]) is not None:
             steps = min(steps, round(most / config.batch.tokens_per_step))
         others = {SHORTER: round(0.6 * steps), LONGER: min(whole, round(steps / 0.6))}
-        values |= {"train.max_tokens": None, "train.max_steps": others.get(name, steps)}
-        jobs.append({"text": str(text), "minutes": minutes, "name": name, "seconds": seconds, "values": dict(values)})
+        job = {"text": str(text), "minutes": minutes, "name": name, "seconds": seconds}
+        jobs.append(job | {"values": values | {"train.max_tokens": None, "train.max_steps": others.get(name, steps)}})
     return jobs
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file
+from test_resume import run_in_parts
 
 from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
-from hfgolf.train import loop
 
 LINES = [f"{i} and {i * 7 % 10} make {i + i * 7 % 10}." for i in range(900)]
 COMPARED = ("train_losses", "grad_norms", "sample_hashes", "val_loss", "val_bits_per_byte/sums", "val_loss/rows")
@@ -39,20 +39,7 @@ def compared(folder: Path) -> list[list[Any]]:
 def test_a_run_resumed_in_each_stage_matches_a_straight_one_bitwise(run, mixed_run, monkeypatch):
     options = {"batch__segment_length": 8, "batch__segmented_tokens": 1300, "model__dropout": 0.1}
     straight = run(mixed_run(run__name="straight", **options))
-    real_step = loop.train_step
-    for stop_at in (2, 4, 7):
-
-        def dying_step(run_: Any, total_steps: float, stop_at: int = stop_at) -> Any:
-            if run_.state.step == stop_at:
-                raise KeyboardInterrupt
-            return real_step(run_, total_steps)
-
-        monkeypatch.setattr(loop, "train_step", dying_step)
-        resume = {} if stop_at == 2 else {"train__resume": "auto"}
-        with pytest.raises(KeyboardInterrupt):
-            run(mixed_run(run__name="broken", **options, **resume))
-    monkeypatch.setattr(loop, "train_step", real_step)
-    broken = run(mixed_run(run__name="broken", **options, train__resume="auto"))
+    broken = run_in_parts(run, mixed_run, (2, 4, 7), monkeypatch, **options)
     assert compared(broken) == compared(straight)
     weights = [load_file(folder / "model" / "model.safetensors") for folder in (broken, straight)]
     assert all((weights[0][name] == weights[1][name]).all() for name in weights[1])

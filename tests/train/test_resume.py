@@ -40,6 +40,25 @@ class Interrupted(Exception):
     """The process dies here."""
 
 
+def run_in_parts(run: Any, command: Any, stops: tuple[int, ...], monkeypatch: Any, **options: Any) -> Path:
+    """Return the folder of a run that dies before the step after each of these, and is resumed each time."""
+    real_step = loop.train_step
+    for number, stop_at in enumerate(stops):
+
+        def dying_step(run_: Any, total_steps: float, stop_at: int = stop_at) -> Any:
+            if run_.state.step == stop_at:
+                raise Interrupted
+            return real_step(run_, total_steps)
+
+        monkeypatch.setattr(loop, "train_step", dying_step)
+        resume = {"train__resume": "auto"} if number else {}
+        with pytest.raises(Interrupted):
+            run(command(run__name="broken", **options, **resume))
+    monkeypatch.setattr(loop, "train_step", real_step)
+    broken: Path = run(command(run__name="broken", **options, train__resume="auto"))
+    return broken
+
+
 def assert_same_bits(one: Any, other: Any, where: str = "") -> None:
     """Assert that trees of dicts, lists and tensors are equal; name the first difference."""
     assert type(one) is type(other), where
@@ -96,21 +115,7 @@ def test_run_resumed_twice_matches_a_straight_run_bitwise(run, tiny_run, monkeyp
     if "data__val_fraction" in options:
         assert rows(straight)[-1]["epoch"] > 2
 
-    real_step = loop.train_step
-    for stop_at in (3, 7):
-
-        def dying_step(run_: Any, total_steps: float, stop_at: int = stop_at) -> Any:
-            if run_.state.step == stop_at:
-                raise Interrupted
-            return real_step(run_, total_steps)
-
-        monkeypatch.setattr(loop, "train_step", dying_step)
-        resume = {} if stop_at == 3 else {"train__resume": "auto"}
-        with pytest.raises(Interrupted):
-            run(tiny_run(run__name="broken", **options, **resume))
-    monkeypatch.setattr(loop, "train_step", real_step)
-    broken = run(tiny_run(run__name="broken", **options, train__resume="auto"))
-
+    broken = run_in_parts(run, tiny_run, (3, 7), monkeypatch, **options)
     assert len(column(straight, "train_losses")) == 9
     for one, other in zip(rows(broken), rows(straight), strict=True):
         assert_same_bits(*({key: row[key] for key in row.keys() - TIMINGS} for row in (one, other)))
