@@ -44,6 +44,7 @@ TASKS: dict[str, dict[str, Any]] = {
 """Changes of configs/small.yaml."""
 UNTIED = {"model.tie_word_embeddings": False}
 NORMUON = {"optim.normuon_beta2": 0.95}
+MUONEQ = {"optim.row_equilibration": True}
 
 
 class Idea(hfgolf.Hook):
@@ -173,14 +174,33 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "decay 0.3": ({"optim.weight_decay": 0.3}, None),
     "cautious": ({"optim.cautious_weight_decay": True}, None),
     "normuon": (NORMUON, None),
-    "normuon, muoneq": (NORMUON | {"optim.row_equilibration": True}, None),
+    "muoneq": (MUONEQ, None),
+    "normuon, muoneq": (NORMUON | MUONEQ, None),
+    "normuon, muoneq, muon x 0.7": (NORMUON | MUONEQ | {"optim.learning_rate": 0.7}, None),
+    "normuon, muoneq, muon x 1.4": (NORMUON | MUONEQ | {"optim.learning_rate": 1.4}, None),
+    "normuon, muoneq, adamw x 0.7": (NORMUON | MUONEQ | {"optim.adamw_learning_rate": 0.7}, None),
+    "normuon, muoneq, adamw x 1.4": (NORMUON | MUONEQ | {"optim.adamw_learning_rate": 1.4}, None),
+    "normuon, muoneq, decay 0.3": (NORMUON | MUONEQ | {"optim.weight_decay": 0.3}, None),
+    "normuon, muoneq, cautious": (NORMUON | MUONEQ | {"optim.cautious_weight_decay": True}, None),
     "beta1 0.8": ({"optim.betas": [0.8, 0.95]}, None),
     "momentum 0.9": ({"optim.momentum": 0.9}, None),
     "momentum warmup 50": ({"optim.momentum_warmup_steps": 50}, None),
     "segments never": ({"batch.segment_length": None}, None),
     "segments in 300,000 tokens": ({"batch.segmented_tokens": 300_000}, None),
     "rates x 1.4": ({"optim.learning_rate": 1.4, "optim.adamw_learning_rate": 1.4}, None),
+    "muon x 0.7": ({"optim.learning_rate": 0.7}, None),
+    "muon x 1.4": ({"optim.learning_rate": 1.4}, None),
+    "adamw x 0.7": ({"optim.adamw_learning_rate": 0.7}, None),
     "adamw x 2": ({"optim.adamw_learning_rate": 2.0}, None),
+    "vectors x 0.3": ({"optim.vector_learning_rate": 0.3}, None),
+    "vectors x 2": ({"optim.vector_learning_rate": 2.0}, None),
+    "skips": ({"model.overrides": {"unet_skips": "gated"}}, None),
+    "head gates": ({"model.overrides": {"head_gate": 12, "head_gate_peak": 2.0}}, None),
+    "smear gate": ({"model.overrides": {"smear_gate": 12}}, None),
+    "own value excluded": ({"model.overrides": {"exclude_self_value": 2}}, None),
+    "value embeddings": ({"model.overrides": {"value_embedding_layers": 2}}, None),
+    "embedding residual": ({"model.overrides": {"embedding_residual": True}}, None),
+    "query gain": ({"model.overrides": {"query_gain": 1.0}}, None),
 }
 """{name: changes of the config, hook}. A rate is a factor of the task's."""
 
