@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 
 from hfgolf.system.command import run_command
 from hfgolf.system.errors import UserError
+from hfgolf.system.redact import redact_values
 from hfgolf.system.wording import close_match
 
 VERBS = {
@@ -33,6 +36,7 @@ VERBS = {
     "golf record": "whether runs beat a record by more than their noise",
 }
 """{verb: what it is for}. The verb's file has its name, with _ for a space."""
+JSON_HELP = "With --json, each of them but chat prints one JSON object instead, and its log goes to stderr."
 GONE = {
     "roofline": "roofline is a benchmark now; in a checkout, run `python benchmarks/roofline.py`.",
     "vocabulary": "vocabulary is a benchmark now; in a checkout, run `python benchmarks/vocabulary_study.py`.",
@@ -54,6 +58,7 @@ def _run(arguments: list[str]) -> int | None:
         width = max(map(len, shown))
         print("Train a small GPT from text. Usage: hfgolf COMMAND ...; hfgolf COMMAND --help shows its options.\n")
         print("\n".join(f"  {name:<{width}}  {text}" for name, text in shown.items()))
+        print(f"\n{JSON_HELP}")
         return 0
     if verb == "--version":
         from hfgolf import __version__
@@ -66,5 +71,18 @@ def _run(arguments: list[str]) -> int | None:
         meant = f"train {verb}" if os.path.exists(verb) else close_match(verb, VERBS)
         advice = f"did you mean {meant}?" if meant else "`hfgolf --help` lists the commands."
         raise UserError(f"hfgolf: there is no command {verb}; {advice}")
-    sys.argv = [f"hfgolf {verb}", *arguments[words:]]  # usage texts and the record of a run show it
-    return importlib.import_module(f"hfgolf.commands.{verb.replace(' ', '_')}").main()
+    as_json = "--json" in arguments
+    if as_json and verb == "chat":
+        raise UserError("--json: chat is a conversation; `hfgolf generate --json` writes one text.")
+    # usage texts and the record of a run show it
+    sys.argv = [f"hfgolf {verb}", *(word for word in arguments[words:] if word != "--json")]
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # the log, too
+        answer = importlib.import_module(f"hfgolf.commands.{verb.replace(' ', '_')}").main()
+    if answer is None:  # a process other than the first, or a verb that has said it all
+        return 0
+    text = json.dumps(redact_values(answer.figures), indent=1, default=str) if as_json else answer.text
+    if text:
+        print(text)
+    for problem in answer.problems:
+        print(UserError(problem).shown(), file=sys.stderr)
+    return answer.status or int(bool(answer.problems))

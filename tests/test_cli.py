@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shutil
@@ -43,6 +44,37 @@ def test_every_verb_answers_help_under_its_own_name_without_importing_torch(verb
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
     assert f"usage: hfgolf {verb} [-" in " ".join(done.stdout.split())
     assert done.stderr.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("command", "names"),
+    [
+        ("train TINY", {"val_loss", "model"}),
+        ("doctor RUN", {"RUN"}),
+        ("report RUN --output report.html", {"report", "losses"}),
+        ("compare RUN --output_dir compared", {"arms", "baseline"}),
+        ("generate RUN --max_new_tokens 3", {"model", "samples"}),
+        ("export --run RUN --to native --output native", {"output", "form", "step"}),
+        ("prepare TINY", {"train", "val", "folder"}),
+        ("schedule TINY", {"corners", "steps", "values"}),
+        ("plan TINY", {"parameters", "memory", "length"}),
+        ("golf plan --budget_bytes 60kB --tokens 1000000", {"candidates", "sources"}),
+    ],
+)
+def test_json_is_one_object_on_stdout(hfgolf, shared_run, tiny_run, tmp_path, monkeypatch, command, names):
+    run = str(shared_run())
+    monkeypatch.chdir(tmp_path)
+    words = [
+        part for word in command.split() for part in (tiny_run() if word == "TINY" else [word.replace("RUN", run)])
+    ]
+    said = hfgolf(*words, "--json")
+    assert said.status == 0, said.err
+    assert {name.replace("RUN", run) for name in names} <= json.loads(said.out).keys()
+
+
+def test_json_of_a_conversation_is_refused(hfgolf):
+    said = hfgolf("chat", "runs/a", "--json")
+    assert said == (2, "", "error: --json: chat is a conversation; `hfgolf generate --json` writes one text.\n")
 
 
 def test_every_script_is_a_door_of_at_most_ten_lines_to_a_verb_or_a_benchmark():

@@ -38,7 +38,7 @@ _NAMES = [*(f"/{name}" for name in SAMPLING), *_COMMANDS]
 
 
 def main() -> None:
-    parser = ScriptParser(__doc__)
+    parser = ScriptParser(__doc__, has_json=False)
     add_model(parser)
     add_sampling(parser)
     arguments = parser.parse_intermixed_args()

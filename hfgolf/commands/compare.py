@@ -11,13 +11,13 @@ import shutil
 import sys
 from pathlib import Path
 
-from hfgolf.commands.options import MARK, ScriptParser, check_output, within
+from hfgolf.commands.options import MARK, Answer, ScriptParser, check_output, within
 from hfgolf.compare.experiment import load_experiment, plan_runs
 from hfgolf.config.parse import is_option, one_token_per_option
 from hfgolf.system.errors import UserError
 
 
-def main() -> None:
+def main() -> Answer:
     parser = ScriptParser(
         __doc__,
         "Also takes the options of hfgolf train, for every run: --section.key value.\n"
@@ -77,3 +77,4 @@ def main() -> None:
     draw(comparison, outcomes, Path(f"{results}.png"), experiment)
     shown = to_terminal(comparison, min(110, shutil.get_terminal_size((110, 24)).columns))
     logging.getLogger("hfgolf").info("\n%s\n\nwrote %s.json, .md and .png", shown, results)
+    return Answer(comparison.figures())

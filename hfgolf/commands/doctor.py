@@ -5,10 +5,9 @@ are findings; 2: there is no such run.
 """
 
 import dataclasses
-import json
 from pathlib import Path
 
-from hfgolf.commands.options import ScriptParser
+from hfgolf.commands.options import Answer, ScriptParser
 from hfgolf.doctor.doctor import examine
 from hfgolf.doctor.finding import Finding
 from hfgolf.run.folder import RunFolder
@@ -18,19 +17,14 @@ from hfgolf.system.wording import count_of
 _HARDLY = 0.9  # of the first loss; a model that only knows how frequent each token is gets below
 
 
-def main() -> int:
+def main() -> Answer:
     parser = ScriptParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, such as runs/small")
-    parser.add_argument("--json", action="store_true", help="print {run: [finding, ...]} instead")
     arguments = parser.parse_args()
     seen = {run: examine(run) for run in arguments.runs}
-    if arguments.json:
-        print(
-            json.dumps({str(run): list(map(dataclasses.asdict, found)) for run, (found, _) in seen.items()}, indent=1)
-        )
-    else:
-        print("\n\n".join(_describe(run, *findings) for run, findings in seen.items()))
-    return 1 if any(findings for findings, _ in seen.values()) else 0
+    findings = {str(run): list(map(dataclasses.asdict, found)) for run, (found, _) in seen.items()}
+    text = "\n\n".join(_describe(run, *found) for run, found in seen.items())
+    return Answer(findings, text, status=int(any(findings.values())))
 
 
 def _describe(run: Path, findings: list[Finding], metrics: Metrics) -> str:

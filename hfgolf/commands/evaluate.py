@@ -5,11 +5,10 @@ Or on tasks of lm-eval (pip install lm-eval). Their results are recorded in the 
     hfgolf evaluate --model runs/small --tasks hellaswag my_task.yaml
 """
 
-import json
 import sys
 from pathlib import Path
 
-from hfgolf.commands.options import ScriptParser, add_model, bounded, check_output, take_words
+from hfgolf.commands.options import Answer, ScriptParser, add_model, bounded, check_output, take_words
 from hfgolf.run.find_model import find_model
 from hfgolf.system.errors import UserError
 from hfgolf.system.signals import Signals
@@ -18,7 +17,7 @@ from hfgolf.train.console import quiet_libraries
 _FOR_TASKS = ("model", "tasks", "batch_size", "sequence_length", "mixed_precision")
 
 
-def main() -> int:
+def main() -> Answer | None:
     parser = ScriptParser(__doc__)
     add_model(parser, "FILES")
     what = parser.add_mutually_exclusive_group()
@@ -49,7 +48,6 @@ def main() -> int:
     parser.add_argument(
         "--mixed_precision", choices=("no", "bf16", "fp16"), help="default: what a run on this machine would use"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     trust = parser.add_argument_group(
         "what a score rests on; if it fails, no score is printed and the exit status is 1"
     )
@@ -75,7 +73,7 @@ def main() -> int:
     parsed.files = parsed.files or files or None
     find_model(parsed.model)
     arguments = {name: value for name, value in vars(parsed).items() if name != "words"}
-    as_json, path = arguments.pop("json"), arguments.pop("certificate")
+    path = arguments.pop("certificate")
     if arguments["tasks"] is not None:
         others = [name for name, value in arguments.items() if value != parser.get_default(name)]
         others += ["certificate"] * (path is not None)
@@ -87,10 +85,9 @@ def main() -> int:
         with Signals("before the end; nothing was written"):
             evaluation = evaluate_tasks(**{name: arguments[name] for name in _FOR_TASKS})
         written = record(evaluation)
-        print(json.dumps(evaluation.results) if as_json else evaluation.table)
         if written:
             print(f"recorded in {' and '.join(map(str, written))}", file=sys.stderr)
-        return 0
+        return Answer(evaluation.results, evaluation.table)
     del arguments["tasks"]
     if path is not None:
         check_output("--certificate", path, ["json"])
@@ -102,11 +99,10 @@ def main() -> int:
     with Signals("before the end; nothing was written"):
         result = evaluate_text(options)
     if not result.is_main_process:
-        return 0
+        return None
     if result.certificate is not None and path is not None:
         result.certificate.write(path)
     if refusals := result.refusals():
         print(*(f"no score: {reason}" for reason in refusals), sep="\n", file=sys.stderr)
-        return 1
-    print(json.dumps(result.figures()) if as_json else result.table())
-    return 0
+        return Answer({"refusals": refusals}, status=1)
+    return Answer(result.figures(), result.table())

@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hfgolf.commands.options import ScriptParser, check_output
+from hfgolf.commands.options import Answer, ScriptParser, check_output
 from hfgolf.config.sections import RunConfig
 from hfgolf.run.find_model import find_model, models_here
 from hfgolf.run.folder import RunFolder
@@ -24,7 +24,7 @@ from hfgolf.system.errors import UserError, writing
 from hfgolf.system.wording import join_words, one_line
 
 
-def main() -> None:
+def main() -> Answer:
     parser = ScriptParser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, help="run folder, such as runs/small")
@@ -83,17 +83,18 @@ def main() -> None:
 
     quiet_libraries()
     if arguments.run is None:
-        print(f"exported {model} to {output} as {convert(model)}")
+        step, said = None, convert(model)
     elif arguments.to in names:
         with TemporaryDirectory() as scratch:
             golf = Path(scratch) / "model"
             step = export_checkpoint(RunFolder(arguments.run), arguments.checkpoint, golf, is_golf=True)
             said = convert(str(golf))
-        print(f"exported step {step} to {output} as {said}")
     else:
         is_golf = arguments.to == "golf"
-        step = export_checkpoint(RunFolder(arguments.run), arguments.checkpoint, output, is_golf=is_golf)
-        print(f"exported step {step} to {output}")
+        step, said = export_checkpoint(RunFolder(arguments.run), arguments.checkpoint, output, is_golf=is_golf), None
+    what = model if step is None else f"step {step}"
+    text = f"exported {what} to {output}{f' as {said}' if said else ''}"
+    return Answer({"model": model or arguments.run, "step": step, "output": output, "form": said}, text)
 
 
 def export_checkpoint(run: RunFolder, which: str | None, output: Path, *, is_golf: bool = False) -> int:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hfgolf import palette
-from hfgolf.commands.options import ScriptParser, bounded, check_picture
+from hfgolf.commands.options import Answer, ScriptParser, bounded, check_picture
 from hfgolf.config.parse import load_config
 from hfgolf.system.errors import UserError, writing
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 MIN_STEPS = 20  # of a sweep, to see the loss fall and rise
 
 
-def main() -> None:
+def main() -> Answer | None:
     parser = ScriptParser(
         __doc__,
         "Also takes the options of hfgolf train: --config FILE --section.key value. track.*, hub.* and the limits of\n"
@@ -52,7 +52,7 @@ def main() -> None:
     sweeps = find_lr(resolved, rates)
     values = suggested_values(sweeps, resolved.config.optim)
     if not is_main_process:
-        return
+        return None
     results = {
         "suggestion": values,
         "rule": RULE,
@@ -63,10 +63,9 @@ def main() -> None:
     with writing("--output", arguments.output):
         _draw(sweeps, values, f"{resolved.config.run.name}, {resolved.config.optim.name}", arguments.output)
         write_text(numbers, json.dumps(results, indent=1))
-    print(f"wrote {arguments.output} and {numbers}\n\nsuggestion: {RULE}")
-    for key, value in values.items():
-        print(f"{key} {value:g} (the config has {resolved.config.flat()[key]:g})")
-    print(" ".join(f"--{key} {value:g}" for key, value in values.items()))
+    lines = [f"wrote {arguments.output} and {numbers}\n\nsuggestion: {RULE}"]
+    lines += [f"{key} {value:g} (the config has {resolved.config.flat()[key]:g})" for key, value in values.items()]
+    return Answer(results, "\n".join([*lines, " ".join(f"--{key} {value:g}" for key, value in values.items())]))
 
 
 def sweep_rates(lowest: float, highest: float, steps: int) -> list[float]:

@@ -6,12 +6,21 @@ A prompt - is all of standard input, without its last line break.
 import argparse
 import sys
 
-from hfgolf.commands.options import SAMPLING, ScriptParser, add_model, add_sampling, read_utf8, take_words, within
+from hfgolf.commands.options import (
+    SAMPLING,
+    Answer,
+    ScriptParser,
+    add_model,
+    add_sampling,
+    read_utf8,
+    take_words,
+    within,
+)
 from hfgolf.run.find_model import find_model
 from hfgolf.system.errors import UserError
 
 
-def main() -> None:
+def main() -> Answer:
     parser = ScriptParser(__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add_model(parser, "PROMPT")
     parser.add_argument("--prompt", default="", help="text to continue; empty: start a new document; -: standard input")
@@ -39,9 +48,10 @@ def main() -> None:
     if model.name_or_path != arguments.model:
         print(f"model: {model.name_or_path}", file=sys.stderr)
     generate = generate_text if arguments.message is None else generate_answer
+    samples = []
     for number in range(arguments.num_samples):
         options = {name: getattr(arguments, name) for name in SAMPLING} | {"seed": arguments.seed + number}
-        sample = generate(model, tokenizer, text, **options)
-        if sys.stdout.isatty():
-            sample = shown(sample)
+        samples.append(generate(model, tokenizer, text, **options))
+        sample = shown(samples[-1]) if sys.stdout.isatty() else samples[-1]
         print(sample if arguments.num_samples == 1 else f"--- sample {number + 1}\n{sample}")
+    return Answer({"model": model.name_or_path, "samples": samples})

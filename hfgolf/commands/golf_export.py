@@ -8,13 +8,12 @@ don't fit, the round trip differs or the certificate fails.
 
 from __future__ import annotations
 
-import json
 import sys
 import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hfgolf.commands.options import ScriptParser, bounded, bounded_bytes, check_output
+from hfgolf.commands.options import Answer, ScriptParser, bounded, bounded_bytes, check_output
 from hfgolf.run.find_model import find_model
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import aligned, duration
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 _OF_THE_CONFIG = ("budget_bytes", "count", "method", "allocation", "calibration_tokens")
 
 
-def main() -> int:
+def main() -> Answer:
     parser = ScriptParser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, help="run folder, such as runs/small: its model, text and golf section")
@@ -43,7 +42,6 @@ def main() -> int:
     parser.add_argument("--calibration_tokens", **bounded(1, 2**40, "default: golf.calibration_tokens"))
     parser.add_argument("--mode", choices=("flat", "sliding", "documents"), default="flat", help="evaluation (flat)")
     parser.add_argument("--stride", **bounded(1, 2**24, "tokens between windows, if they overlap"))
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the tables")
     arguments = parser.parse_args()
     if arguments.model and not (arguments.files and arguments.calibration_files and arguments.output):
         raise UserError("--model: also give --files, --calibration_files and --output.")
@@ -78,10 +76,7 @@ def main() -> int:
         exported = export(found, settings, output, lambda line: print(line, file=sys.stderr, flush=True))
     data = {name: getattr(exported, name) for name in ("ledger", "table", "problems")}
     data |= {"folder": str(output), "certificate": exported.certificate.line}
-    print(json.dumps(data) if arguments.json else _text(exported))
-    for problem in exported.problems:
-        print(UserError(problem).shown(), file=sys.stderr)
-    return 1 if exported.problems else 0
+    return Answer(data, _text(exported), problems=exported.problems)
 
 
 def _text(exported: Exported) -> str:

@@ -8,12 +8,11 @@ up to 0.4 M weights, and is an assumption anywhere else.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 
-from hfgolf.commands.options import ScriptParser, bounded, bounded_bytes
+from hfgolf.commands.options import Answer, ScriptParser, bounded, bounded_bytes
 from hfgolf.system.errors import UserError
 
 WIDTHS, DEPTHS, MLP_RATIOS = range(32, 1025, 32), range(1, 17), (2, 3, 4)
@@ -27,7 +26,7 @@ BYTES_PER_TOKEN = {257: 1.0, 1024: 2.436, 4096: 3.320, 8192: 3.727}
 LAW = "assumed: nine short runs on characters of Shakespeare, up to 0.33 M weights, off by 0.022 nats per byte"
 
 
-def main() -> None:
+def main() -> Answer:
     parser = ScriptParser(__doc__)
     parser.add_argument("--budget_bytes", required=True, **bounded_bytes(1, 10**12, "of the artifact and its code"))
     training = parser.add_mutually_exclusive_group(required=True)
@@ -46,7 +45,6 @@ def main() -> None:
     )
     parser.add_argument("--code_bytes", **bounded_bytes(0, 10**9, "of the packed program", CODE_BYTES))
     parser.add_argument("--count", **bounded(1, 1000, "shapes to print", 10))
-    parser.add_argument("--json", action="store_true", help="print JSON")
     arguments = parser.parse_args()
     vocabularies = _parse_vocabularies(arguments.bytes_per_token) if arguments.bytes_per_token else BYTES_PER_TOKEN
     speed = None
@@ -71,19 +69,16 @@ def main() -> None:
 
     found = best(1.0, 1.0)
     gains = [found[0].bits_per_byte - more[0].bits_per_byte for more in (best(1.1, 1.0), best(1.0, 1.1))]
-    if arguments.json:
-        figures = [asdict(candidate) | {"options": candidate.shape.options()} for candidate in found]
-        gain = dict(zip(("bytes", "training"), gains, strict=True))
-        sources = {"loss": LAW, "speed": speed}
-        print(json.dumps({"candidates": figures, "gain_of_10_percent_more": gain, "sources": sources}))
-        return
-    _print_plan(found, gains)
-    print(f"loss: {LAW}")
+    lines = [*_table(found, gains), f"loss: {LAW}"]
     if len(vocabularies) > 1:
-        print("vocabularies: told apart by their weights and their bytes per token only; train the best of each")
+        lines.append("vocabularies: told apart by their weights and their bytes per token only; train the best of each")
     if speed:
-        print(f"speed: {speed}")
-    print(f"\n{found[0].shape.options()} --golf.budget_bytes {arguments.budget_bytes}")
+        lines.append(f"speed: {speed}")
+    lines.append(f"\n{found[0].shape.options()} --golf.budget_bytes {arguments.budget_bytes}")
+    candidates = [asdict(candidate) | {"options": candidate.shape.options()} for candidate in found]
+    gain = dict(zip(("bytes", "training"), gains, strict=True))
+    figures = {"candidates": candidates, "gain_of_10_percent_more": gain, "sources": {"loss": LAW, "speed": speed}}
+    return Answer(figures, "\n".join(lines))
 
 
 def _parse_vocabularies(texts: Sequence[str]) -> dict[int, float]:
@@ -102,21 +97,23 @@ def _parse_vocabularies(texts: Sequence[str]) -> dict[int, float]:
     return found
 
 
-def _print_plan(found: Sequence[Candidate], gains: Sequence[float]) -> None:
-    """Print the candidates, the bytes of the first, and what more bytes or more training would gain."""
+def _table(found: Sequence[Candidate], gains: Sequence[float]) -> list[str]:
+    """Return the candidates, the bytes of the first, and what more bytes or more training would gain."""
     row = "{:>9} {:>8} {:>8} {:>6} {:>6} {:>4} {:>6} {:>12} {:>6} {:>15}"
-    print(row.format("bits/byte", "(gap)", "entries", "width", "layers", "mlp", "kv", "weights", "bits", "tokens"))
+    lines = [row.format("bits/byte", "(gap)", "entries", "width", "layers", "mlp", "kv", "weights", "bits", "tokens")]
     for each in found:
         shape = each.shape
         cells = [f"{each.bits_per_byte:.4f}", f"{each.gap:.4f}", f"{shape.vocab_size:,}", shape.hidden_size]
         cells += [shape.num_hidden_layers, f"{shape.mlp_ratio}x"]
         cells += [f"{shape.num_key_value_heads}/{shape.num_attention_heads}", f"{shape.parameters:,}"]
-        print(row.format(*cells, f"{each.bits:.2f}", f"{each.tokens:,.0f}"))
-    best = found[0]
-    print(f"\nbytes of the first: {', '.join(f'{part} {size:,}' for part, size in best.num_bytes.items())}", end="")
-    print(f"; {sum(best.num_bytes.values()):,} in all, {best.embedding_bits:.2f} bits per weight of the embedding")
-    binds = "bytes" if gains[0] > gains[1] else "training"
-    print(f"10 % more bytes: -{gains[0]:.4f}; 10 % more training: -{gains[1]:.4f} bits per byte; what binds is {binds}")
+        lines.append(row.format(*cells, f"{each.bits:.2f}", f"{each.tokens:,.0f}"))
+    best, binds = found[0], "bytes" if gains[0] > gains[1] else "training"
+    return [
+        *lines,
+        f"\nbytes of the first: {', '.join(f'{part} {size:,}' for part, size in best.num_bytes.items())};"
+        f" {sum(best.num_bytes.values()):,} in all, {best.embedding_bits:.2f} bits per weight of the embedding",
+        f"10 % more bytes: -{gains[0]:.4f}; 10 % more training: -{gains[1]:.4f} bits per byte; what binds is {binds}",
+    ]
 
 
 @dataclass(frozen=True)

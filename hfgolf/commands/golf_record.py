@@ -7,7 +7,6 @@ it would take. Parameter Golf asked for 0.005 nats per token at p < 0.01.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hfgolf.commands.options import ScriptParser, bounded, bounded_bytes
+from hfgolf.commands.options import Answer, ScriptParser, bounded, bounded_bytes
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.record import read_json
 from hfgolf.system.errors import UserError
@@ -24,7 +23,7 @@ from hfgolf.system.wording import duration
 _MOST_SEEDS = 1000
 
 
-def main() -> int:
+def main() -> Answer:
     parser = ScriptParser(__doc__)
     own = parser.add_mutually_exclusive_group(required=True)
     own.add_argument(
@@ -49,7 +48,6 @@ def main() -> int:
         metavar="RUN=REASON",
         help="a run that does not count, and why; both are printed. All other runs count",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     arguments = parser.parse_args()
     if (arguments.tokens is None) != (arguments.bytes is None) or (arguments.runs and arguments.tokens):
         parser.error("--tokens and --bytes go together, with --scores; runs say how much text was scored")
@@ -71,8 +69,7 @@ def main() -> int:
         tokens_per_byte=arguments.tokens / arguments.bytes if arguments.tokens else None,
         left_out=left_out,
     )
-    print(json.dumps(figures) if arguments.json else _table(figures))
-    return 0 if figures["holds"] else 1
+    return Answer(figures, _table(figures), status=int(not figures["holds"]))
 
 
 @dataclass(frozen=True)

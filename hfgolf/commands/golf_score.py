@@ -5,21 +5,17 @@ text, then runs score.py on the files in a process that sees nothing of hfgolf, 
 Exits with 1 if anything differs. Without --files, which text was scored is the folder's own word.
 """
 
-import json
-import sys
 from pathlib import Path
 
-from hfgolf.commands.options import ScriptParser, bounded
-from hfgolf.system.errors import UserError
+from hfgolf.commands.options import Answer, ScriptParser, bounded
 
 
-def main() -> int:
+def main() -> Answer:
     parser = ScriptParser(__doc__)
     parser.add_argument("folder", type=Path, help="folder of an export, such as runs/small/golf")
     parser.add_argument("--files", nargs="+", default=[], help="the raw text that was scored, as in data.files")
     parser.add_argument("--mode", choices=("flat", "sliding", "documents"), help="default: that of the ledger")
     parser.add_argument("--stride", **bounded(1, 2**24, "tokens between windows, if they overlap"))
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     arguments = parser.parse_args()
 
     from hfgolf.golf.ledger import rescore_folder
@@ -27,15 +23,15 @@ def main() -> int:
 
     quiet_libraries()
     figures, problems = rescore_folder(arguments.folder, arguments.mode, arguments.stride, arguments.files)
-    if arguments.json:
-        print(json.dumps(figures | {"problems": problems}))
-    elif figures:
-        print(f"{'bytes':<15}{figures['counted_bytes']:,} of {figures['budget_bytes']:,}")
+    rows = {}
+    if figures:
         own_word = "the folder's own word, and its bytes too; --files compares them with the raw text"
-        print(f"{'text':<15}{'that of --files' if figures['is_text_checked'] else own_word}")
-        print(f"{'evaluation':<15}{figures['mode']}, {figures['tokens']:,} tokens, {figures['bytes']:,} bytes")
-        print(f"{'loss':<15}{figures['nats'] / figures['tokens']:.4f} nats per token")
-        print(f"{'bits per byte':<15}{figures['bpb']:.4f}")
-    for problem in problems:
-        print(UserError(problem).shown(), file=sys.stderr)
-    return 1 if problems else 0
+        rows = {
+            "bytes": f"{figures['counted_bytes']:,} of {figures['budget_bytes']:,}",
+            "text": "that of --files" if figures["is_text_checked"] else own_word,
+            "evaluation": f"{figures['mode']}, {figures['tokens']:,} tokens, {figures['bytes']:,} bytes",
+            "loss": f"{figures['nats'] / figures['tokens']:.4f} nats per token",
+            "bits per byte": f"{figures['bpb']:.4f}",
+        }
+    text = "\n".join(f"{name:<15}{value}" for name, value in rows.items())
+    return Answer(figures | {"problems": problems}, text, problems=problems)

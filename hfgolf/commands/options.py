@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,16 +17,32 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.wording import shortened
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What a verb answers, printed by hfgolf/cli.py."""
+
+    figures: Mapping[str, Any]
+    """What --json prints."""
+    text: str = ""
+    """What a person reads instead; empty: the log has said it."""
+    status: int = 0
+    problems: Sequence[str] = ()
+    """Lines for stderr; if there are any, the exit status is 1."""
+
+
 class ScriptParser(argparse.ArgumentParser):
     """Parse a command's options. A mistake raises UserError, one line without argparse's usage text.
 
     description: the command's docstring. epilog: says that it also takes the options of hfgolf train, which must then
-    not be mistaken for abbreviations of its own.
+    not be mistaken for abbreviations of its own. has_json: whether --json, which cli.py takes, is among its options.
     """
 
-    def __init__(self, description: str | None, epilog: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, description: str | None, epilog: str | None = None, *, has_json: bool = True, **options: Any
+    ) -> None:
         options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
-        super().__init__(description=description, epilog=epilog, allow_abbrev=epilog is None, **options)
+        text = "\n".join(filter(None, (epilog, "With --json, prints one JSON object instead." if has_json else "")))
+        super().__init__(description=description, epilog=text, allow_abbrev=epilog is None, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}.")

@@ -8,12 +8,11 @@ training would choose, after a few timed steps. Trains nothing.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from hfgolf.commands.options import ScriptParser, within
+from hfgolf.commands.options import Answer, ScriptParser, within
 from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import duration
@@ -32,7 +31,7 @@ ITEMS = {  # of TrainingMemory, whose other items are named as they are
 }
 
 
-def main() -> None:
+def main() -> Answer | None:
     parser = ScriptParser(
         __doc__,
         "Also takes the options of hfgolf train: --config FILE --section.key value. For several processes:\n"
@@ -45,7 +44,6 @@ def main() -> None:
         type=within(1e-6, 1e12),
         help="speed of all processes together, as in a log line or from hfgolf profile (default: 0.4 of the peak)",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
     options, run_options = parser.parse_known_args()
     resolved = load_config(run_options)
 
@@ -74,8 +72,6 @@ def main() -> None:
                 raise UserError(f"--{option}: {how}.")
         chosen = choose(ResolvedConfig(config, resolved.sources), accelerate_processes().device, processes)
         config = config.replace(**chosen.values)
-        if not options.json:
-            print("\n".join([*chosen.lines, ""]))
     price, minutes = config.run.price_per_hour, config.train.max_minutes
     with named_by_weights(resolved):
         data = count_tokens(config)
@@ -92,19 +88,16 @@ def main() -> None:
         steps = affordable_steps(config, data, speed, 60 * minutes, "train.max_minutes")
         affordable = run_length(config, data, speed, steps, price)
     if os.environ.get("RANK", "0") != "0":
-        return
-    if options.json:
-        parts: dict[str, Any] = {"data": data, "machine": machine, "length": length, "budget": affordable}
-        numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
-        numbers |= dataclasses.asdict(needs) | {"fits": needs.fits}
-        numbers |= {name: part and dataclasses.asdict(part) for name, part in parts.items()}  # None: unknown
-        numbers["chosen"] = chosen and chosen.values
-        numbers["speed"] = {"tokens_per_second": speed, "source": source}
-        print(json.dumps(numbers, indent=1))
-        return
-    print("\n".join(describe_needs(config, needs, data, machine)))
-    print(f"speed: {speed:,.0f} tokens/s ({source})")
-    print("\n".join(describe_length(length, sum(needs.parameters.values()), price, note)))
+        return None
+    parts: dict[str, Any] = {"data": data, "machine": machine, "length": length, "budget": affordable}
+    numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
+    numbers |= dataclasses.asdict(needs) | {"fits": needs.fits}
+    numbers |= {name: part and dataclasses.asdict(part) for name, part in parts.items()}  # None: unknown
+    numbers["chosen"] = chosen and chosen.values
+    numbers["speed"] = {"tokens_per_second": speed, "source": source}
+    lines = [*chosen.lines, ""] if chosen else []
+    lines += [*describe_needs(config, needs, data, machine), f"speed: {speed:,.0f} tokens/s ({source})"]
+    lines += describe_length(length, sum(needs.parameters.values()), price, note)
     if affordable is not None and minutes is not None:
         epochs = "" if affordable.epochs is None else f", {affordable.epochs:.3g} epochs"
         paid = f"{affordable.steps:,} steps, {affordable.tokens:,} tokens{epochs}"
@@ -113,7 +106,8 @@ def main() -> None:
             over = f" do not fit, but --train.max_steps {affordable.steps} does"
             fit = f"; the config's {limit:,} steps{over if limit > affordable.steps else ' fit'}"
         money = "" if price is None else f", ${minutes / 60 * price:,.2f} at ${price:g} per hour,"
-        print(f"\nbudget: {duration(60 * minutes)}{money} pay for {paid}{fit}")
+        lines.append(f"\nbudget: {duration(60 * minutes)}{money} pay for {paid}{fit}")
+    return Answer(numbers, "\n".join(lines))
 
 
 def find_machine(resolved: ResolvedConfig, name: str | None, processes: int) -> tuple[RunConfig, Machine]:

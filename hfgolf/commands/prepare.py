@@ -4,12 +4,13 @@ Training then finds the tokens in the cache. Verifies the hashes of an existing 
 """
 
 import time
+from typing import Any
 
-from hfgolf.commands.options import ScriptParser
+from hfgolf.commands.options import Answer, ScriptParser
 from hfgolf.config.parse import load_config
 
 
-def main() -> None:
+def main() -> Answer:
     parser = ScriptParser(__doc__, "Also takes the options of hfgolf train: --config FILE --section.key value.")
     _, run_options = parser.parse_known_args()
     resolved = load_config(run_options, needs_limit=False, may_choose=False)
@@ -30,14 +31,18 @@ def main() -> None:
     tokens = load_tokens(config.data.replace(in_memory=False), config.tokenizer)
     tokens.check(wait=True)
     seconds = time.perf_counter() - started_at
+    lines, figures = [], dict[str, Any]()
     for name, stream in (("train", tokens.train), ("val", tokens.val)):
         num_bytes = stream.num_bytes
+        figures[name] = {"tokens": len(stream), "bytes": num_bytes}
         counted = f" {num_bytes:>18,} bytes {num_bytes / len(stream):>6.2f} bytes per token" if num_bytes else ""
         if stream.is_target is not None:
             counted = f" {int(stream.is_target.sum()):>18,} of the assistant ({num_bytes:,} bytes of its text)"
-        print(f"{name:<6}{len(stream):>16,} tokens{counted}")
+        lines.append(f"{name:<6}{len(stream):>16,} tokens{counted}")
     for name, text in tokens.texts.items():
-        print(f"{name}: {len(text.train):,} train and {len(text.val):,} validation tokens, {text.path}")
+        lines.append(f"{name}: {len(text.train):,} train and {len(text.val):,} validation tokens, {text.path}")
     megabytes = (tokens.train.num_bytes + tokens.val.num_bytes) / 1e6
     speed = f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s"
-    print(f"{tokens.path}: {'already cached' if tokens.is_hit else speed}")
+    lines.append(f"{tokens.path}: {'already cached' if tokens.is_hit else speed}")
+    figures |= {"folder": tokens.path, "was_cached": tokens.is_hit, "seconds": seconds}
+    return Answer(figures, "\n".join(lines))

@@ -10,12 +10,12 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hfgolf.commands.options import ScriptParser, bounded, check_output
+from hfgolf.commands.options import Answer, ScriptParser, bounded, check_output
 from hfgolf.config.parse import load_config
 from hfgolf.system.durable import write_text
 
 
-def main() -> None:
+def main() -> Answer | None:
     parser = ScriptParser(
         __doc__,
         "Also takes the options of hfgolf train: --config FILE --section.key value. track.* and hub.* have no effect.",
@@ -41,9 +41,9 @@ def main() -> None:
         trace = (folder if is_main_process else run.folder.path) / "trace.json.gz"
         record, slowest = profile_run(run, arguments.steps, trace)
     if not is_main_process:
-        return
+        return None
     write_text(folder / "profile.json", json.dumps(record, indent=1))
-    print(f"\n{_describe(record, slowest)}\nwrote {folder / 'profile.json'} and {trace}")
+    return Answer(record, f"\n{_describe(record, slowest)}\nwrote {folder / 'profile.json'} and {trace}")
 
 
 def _describe(record: dict[str, Any], slowest: str) -> str:

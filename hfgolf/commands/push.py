@@ -2,13 +2,13 @@
 
 from pathlib import Path
 
-from hfgolf.commands.options import ScriptParser
+from hfgolf.commands.options import Answer, ScriptParser
 from hfgolf.run.find_model import models_here
 from hfgolf.run.folder import RunFolder
 from hfgolf.system.errors import UserError
 
 
-def main() -> None:
+def main() -> Answer:
     parser = ScriptParser(__doc__)
     parser.add_argument("--run", required=True, type=Path, help="run folder, such as runs/small")
     parser.add_argument("--repo", required=True, help="repository, as user/name; created if it does not exist")
@@ -35,4 +35,4 @@ def main() -> None:
 
     quiet_libraries()
     pushed = push_folder(model, arguments.repo, arguments.private, arguments.message, arguments.format)
-    print(f"pushed to {pushed}")
+    return Answer({"pushed": pushed}, f"pushed to {pushed}")

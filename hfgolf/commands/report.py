@@ -3,11 +3,11 @@
 import shutil
 from pathlib import Path
 
-from hfgolf.commands.options import ScriptParser, bounded, check_output
+from hfgolf.commands.options import Answer, ScriptParser, bounded, check_output
 from hfgolf.system.errors import writing
 
 
-def main() -> None:
+def main() -> Answer:
     parser = ScriptParser(__doc__)
     parser.add_argument(
         "runs", nargs="+", type=Path, help="run folders, such as runs/small; each needs only metrics.jsonl"
@@ -36,6 +36,7 @@ def main() -> None:
     runs = [read_run(folder) for folder in arguments.runs]
     with writing("--output", output):
         write_report(runs, output, arguments.price_per_hour)
-        print(f"wrote {output}, and its losses as {output.stem}/loss.png")
         if arguments.png:
             shutil.copyfile(output.with_suffix("") / "loss.png", arguments.png)
+    picture = output.with_suffix("") / "loss.png"
+    return Answer({"report": output, "losses": picture}, f"wrote {output}, and its losses as {output.stem}/loss.png")

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hfgolf import palette
-from hfgolf.commands.options import ScriptParser, bounded, check_picture
+from hfgolf.commands.options import Answer, ScriptParser, bounded, check_picture
 from hfgolf.config.parse import load_config
 from hfgolf.config.sections import RunConfig
 from hfgolf.system.errors import UserError, writing
@@ -26,7 +26,7 @@ STYLES = ("-", "--", "-.", ":")
 POINTS = 1000
 
 
-def main() -> None:
+def main() -> Answer:
     parser = ScriptParser(__doc__, "Also takes the options of hfgolf train: --config FILE --section.key value.")
     parser.add_argument("--output", type=Path, default=Path("schedule.png"), help="picture to write (schedule.png)")
     parser.add_argument(
@@ -44,12 +44,12 @@ def main() -> None:
     grid = (round(i * (total_steps - 1) / POINTS) for i in range(POINTS + 1))
     steps = sorted({*grid, *corners.values()})
     rates, others = values(config, steps, total_steps)
-    print(_table(total_steps, corners, steps, rates | others))
-    if note:
-        print(f"note: {note}; set --seconds_per_step, as hfgolf profile says")
     with writing("--output", arguments.output):
         _draw(config, corners, steps, rates, others, arguments.output)
-    print(f"wrote {arguments.output}")
+    lines = [_table(total_steps, corners, steps, rates | others)]
+    lines += [f"note: {note}; set --seconds_per_step, as hfgolf profile says"] if note else []
+    figures = {"total_steps": total_steps, "corners": corners, "steps": steps, "values": rates | others, "note": note}
+    return Answer(figures, "\n".join([*lines, f"wrote {arguments.output}"]))
 
 
 def count_steps(config: RunConfig, seconds_per_step: float | None) -> tuple[int, str]:

@@ -3,23 +3,27 @@
 import logging
 import os
 import sys
+from typing import Any
 
+from hfgolf.commands.options import Answer
 from hfgolf.config.parse import load_config
 from hfgolf.system.errors import UserError
 from hfgolf.system.signals import Signals
 
-_DESCRIPTION = "Train a GPT from text. With --verbose, also print each detail of the start, such as parameter groups."
+_DESCRIPTION = """Train a GPT from text. With --verbose, also print each detail of the start, such as parameter groups.
+With --json, print the summary as one JSON object, and the log to stderr."""
 
 
-def main() -> None:
+def main() -> Answer | None:
     from hfgolf.train.console import console
 
     with Signals() as signals, console:  # before the slow imports
-        train_with(signals)
+        summary = train_with(signals)
+    return Answer(summary) if os.environ.get("RANK", "0") == "0" else None
 
 
-def train_with(signals: Signals) -> None:
-    """Train the run of the command line, unless it is already complete."""
+def train_with(signals: Signals) -> dict[str, Any]:
+    """Train the run of the command line, unless it is already complete, and return its summary."""
     if len(sys.argv) == 1:
         raise UserError(
             "name your text, a config, or both, and any values:",
@@ -51,4 +55,4 @@ def train_with(signals: Signals) -> None:
     from hfgolf.api import train_once
 
     quiet_libraries()
-    train_once(resolved, signals=signals)
+    return train_once(resolved, signals=signals)

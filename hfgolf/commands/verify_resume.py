@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 
-from hfgolf.commands.options import ScriptParser, bounded
+from hfgolf.commands.options import Answer, ScriptParser, bounded
 from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_lines, read_rows
@@ -37,7 +37,7 @@ TRAIN = ("-m", "hfgolf", "train")
 _POLL_SECONDS = 0.001  # saving a small model takes only a few hundredths of a second
 
 
-def main() -> int:
+def main() -> Answer:
     parser = ScriptParser(
         __doc__,
         "Also takes the options of hfgolf train, for both runs: --config FILE --section.key value. It sets\n"
@@ -56,7 +56,8 @@ def main() -> int:
 
     show_log(is_main_process=True)
     plan = KillPlan(**vars(arguments))
-    return 0 if verify_resume(run_options, resolved, plan) else 1
+    is_equal = verify_resume(run_options, resolved, plan)
+    return Answer({"equal": is_equal}, status=int(not is_equal))
 
 
 @dataclass(frozen=True)

@@ -56,9 +56,12 @@ class Comparison:
     packages: list[dict[str, str]]
     commits: list[str | None]
 
+    def figures(self) -> dict[str, Any]:
+        """Return the comparison as JSON has it, with secrets redacted."""
+        return {"written_by": "hfgolf"} | redact_values(dataclasses.asdict(self))
+
     def to_json(self) -> str:
-        """Return the comparison as JSON, with secrets redacted."""
-        return json.dumps({"written_by": "hfgolf"} | redact_values(dataclasses.asdict(self)), indent=1) + "\n"
+        return json.dumps(self.figures(), indent=1) + "\n"
 
 
 def compare_outcomes(name: str, command: str, outcomes: Outcomes, margin: float | None = None) -> Comparison:
