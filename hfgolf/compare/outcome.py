@@ -136,7 +136,8 @@ def read_outcomes(
 def group_by_arm(outcomes: Sequence[Outcome]) -> dict[str, dict[int, Outcome]]:
     """Return {arm: {seed: run}}. Runs belong to one arm if they differ only in the seed and their location.
 
-    An arm is named after its first run, without a final `-seed1`. Raises UserError for two runs with one arm and seed.
+    An arm is named after its first run, without a final `-seed1`. Runs of the same config and seed, of two versions of
+    the code perhaps, belong to an arm for each such name. Raises UserError for two runs with one arm and seed.
     """
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -147,9 +148,12 @@ def group_by_arm(outcomes: Sequence[Outcome]) -> dict[str, dict[int, Outcome]]:
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(outcome)
     arms: dict[str, dict[int, Outcome]] = {}
     for members in groups.values():
-        name = re.sub(r"[-_.]seed\d+$", "", members[0].path.name)
-        name = str(members[0].path) if name in arms else name
+        has_twins = len({outcome.seed for outcome in members}) < len(members)
+        taken = set(arms)
         for outcome in members:
+            path = outcome.path if has_twins else members[0].path
+            stem = re.sub(r"[-_.]seed\d+$", "", path.name)
+            name = str(path) if stem in taken else stem
             twin = arms.setdefault(name, {}).setdefault(outcome.seed, outcome)
             if twin is not outcome:
                 raise UserError(f"{twin.path} and {outcome.path} are the same config and seed; leave one out.")

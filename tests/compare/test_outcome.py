@@ -87,5 +87,13 @@ def test_runs_that_differ_only_in_the_seed_form_an_arm(outcome, tmp_path):
         "slow-0.02": [1],
         str(tmp_path / "other/fast"): [1],
     }
-    with pytest.raises(UserError, match=r"fast-seed1 and .*again are the same config and seed; leave one out"):
-        group_by_arm([*runs, named("again", 1, optim__eps=1)])
+    # the same config and seed under another name: of another version of the code
+    arms = group_by_arm([*runs, named("new-seed1", 1, optim__eps=1)])
+    assert {name: list(of_arm) for name, of_arm in arms.items()} == {
+        "fast": [1, 2],
+        "new": [1],
+        "slow-0.02": [1],
+        str(tmp_path / "other/fast"): [1],
+    }
+    with pytest.raises(UserError, match=r"fast-seed1 and .*fast are the same config and seed; leave one out"):
+        group_by_arm([*runs, named("fast", 1, optim__eps=1)])
