@@ -84,6 +84,7 @@ def model_card(
         datasets=list(dict.fromkeys(hub_datasets)) or None,
         eval_results=results or None,
         base_model=init_from["name"] if init_from.get("revision") else None,
+        base_model_relation="finetune" if init_from.get("revision") else None,
     )
     card = ModelCard.from_template(
         data,
