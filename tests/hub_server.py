@@ -23,6 +23,7 @@ import pytest
 import yaml
 
 TOKEN = "hf_ofNobodyAtAll"
+RELATIONS = ("adapter", "finetune", "merge", "quantized")
 FIRST_COMMIT = "0" * 40
 
 
@@ -131,12 +132,15 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if self._is_failing():
             return
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+        is_public = path == "/api/validate-yaml"
+        if not is_public and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._answer({"error": "Invalid username or password."}, 401)
         if path == "/api/repos/create":
             self._create(json.loads(body))
         elif path == "/api/validate-yaml":
             metadata = yaml.safe_load(json.loads(body)["content"].split("---")[1])
+            if metadata.get("base_model_relation", "finetune") not in RELATIONS:
+                return self._answer({"error": '"base_model_relation" must be one of those'}, 400)
             self._answer({"errors": [], "warnings": [] if metadata else [{"message": "empty metadata"}]})
         elif "/preupload/" in path:
             self._preupload(self._repository(path).at(path.split("/")[-1]), json.loads(body)["files"])
@@ -182,7 +186,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _preupload(self, repository: Repository, files: list[dict[str, Any]]) -> None:
         answers = []
         for file in files:
-            is_large = file["path"].endswith(".safetensors")
+            is_large = file["path"].endswith((".safetensors", ".gguf"))
             there = repository.files.get(file["path"])
             answer = {"path": file["path"], "uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False}
             if there is not None:

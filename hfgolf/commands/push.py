@@ -3,9 +3,14 @@
 Or any exported folder, such as a milestone of a run, to a branch that `from_pretrained` takes as its revision:
 
     hfgolf push --model runs/small/milestones/chck_10M --repo user/name --revision chck_10M
+
+Or a GGUF file, to a repository of its own whose card names the model:
+
+    hfgolf push --model small.gguf --repo user/name-gguf --base_model user/name
 """
 
 from pathlib import Path
+from typing import Any
 
 from hfgolf.commands.options import ScriptParser
 from hfgolf.run.find_model import models_here
@@ -17,7 +22,8 @@ def main() -> None:
     parser = ScriptParser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, help="run folder, such as runs/small, whose model to push")
-    source.add_argument("--model", type=Path, help="exported folder, such as runs/small/milestones/chck_10M")
+    source.add_argument("--model", type=Path, help="exported folder, or GGUF file")
+    parser.add_argument("--base_model", help="with a GGUF file: the repository of the model that it was made from")
     parser.add_argument("--repo", required=True, help="repository, as user/name; created if it does not exist")
     parser.add_argument("--private", action="store_true", help="create the repository as private")
     parser.add_argument("--message", default="Push with hfgolf", help="commit message (Push with hfgolf)")
@@ -31,15 +37,22 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     model = arguments.model or _model_of(arguments.run)
-    if not (model / "config.json").is_file():
+    is_gguf = model.suffix == ".gguf" and model.is_file()
+    if arguments.base_model and not is_gguf:
+        raise UserError("--base_model: only a GGUF file has it; other models name in their card what they began with.")
+    if not is_gguf and not (model / "config.json").is_file():
         raise UserError(f"--model: there is no exported model in {model}; {models_here(str(model))}")
 
-    from hfgolf.publish.hub import push_folder
+    from hfgolf.publish.hub import push_folder, push_gguf
     from hfgolf.train.console import quiet_libraries
 
     quiet_libraries()
-    how = arguments.format, arguments.revision, arguments.tag
-    print(f"pushed to {push_folder(model, arguments.repo, arguments.private, arguments.message, *how)}")
+    how: Any = {name: getattr(arguments, name) for name in ("private", "message", "revision", "tag")}
+    if is_gguf:
+        pushed = push_gguf(model, arguments.repo, base_model=arguments.base_model, **how)
+    else:
+        pushed = push_folder(model, arguments.repo, format=arguments.format, **how)
+    print(f"pushed to {pushed}")
 
 
 def _model_of(run: Path) -> Path:

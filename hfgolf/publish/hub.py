@@ -18,6 +18,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+from hfgolf.publish.model_card import gguf_card
 from hfgolf.system.command import own_command, run_command
 from hfgolf.system.durable import write_text
 from hfgolf.system.errors import UserError
@@ -31,6 +32,7 @@ _SLOW_BYTES_PER_SECOND = 500_000
 
 _MODEL = Path(__file__).parents[1] / "model"
 _CODE = ("configuration_golf.py", "layers_golf.py", "modeling_golf.py")
+_RESULTS = ".eval_results"  # where the Hub looks for results on its benchmarks
 _INDEX = "model.safetensors.index.json"
 # The files that an export writes, for any tokenizer. Besides the parts of weights that the index names, nothing else
 # leaves the machine.
@@ -65,9 +67,33 @@ def push_folder(
         from hfgolf.publish.convert import in_format  # late: it imports seven architectures
 
         outgoing, said = in_format(folder, format, Path(scratch) / "model", repo_id)
-        files = files if outgoing == folder else exported_files(outgoing)
-        url = _upload(outgoing, with_current_code(files), repo_id, private, message, revision, tag)
+        # results are of the model in any form
+        results = [path for path in files if path.parent != folder]
+        files = files if outgoing == folder else [*exported_files(outgoing), *results]
+        url = _upload(outgoing / "README.md", with_current_code(files), repo_id, private, message, revision, tag)
     return url if said is None else f"{url} as {said}"
+
+
+def push_gguf(
+    file: Path,
+    repo_id: str,
+    private: bool,
+    message: str,
+    base_model: str | None,
+    revision: str | None = None,
+    tag: str | None = None,
+) -> str:
+    """Upload a GGUF file and a card to a repository of its own, and return that repository's URL.
+
+    base_model: the repository of the model that it was made from. The rest is as for push_folder.
+    """
+    with file.open("rb") as content:
+        if content.read(4) != b"GGUF":
+            raise UserError(f"--model: {file} is not a GGUF file; write one with hfgolf export --to gguf.")
+    with tempfile.TemporaryDirectory() as scratch:
+        card = Path(scratch) / "README.md"
+        card.write_text(gguf_card(file.name, repo_id, base_model), encoding="utf-8")
+        return _upload(card, [card, file], repo_id, private, message, revision, tag)
 
 
 def with_current_code(files: list[Path]) -> list[Path]:
@@ -77,7 +103,7 @@ def with_current_code(files: list[Path]) -> list[Path]:
 
 
 def _upload(
-    folder: Path, files: list[Path], repo_id: str, private: bool, message: str, revision: str | None, tag: str | None
+    card: Path, files: list[Path], repo_id: str, private: bool, message: str, revision: str | None, tag: str | None
 ) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import get_session
@@ -93,9 +119,9 @@ def _upload(
         if revision:
             first_commit = api.list_repo_commits(url.repo_id)[-1].commit_id
             api.create_branch(url.repo_id, branch=revision, revision=first_commit, exist_ok=True)
-        set_location(folder / "README.md", url.repo_id, revision)
+        set_location(card, url.repo_id, revision)
         # not upload_folder, which splits a push into several commits
-        operations = [CommitOperationAdd(path.name, path) for path in files]
+        operations = [CommitOperationAdd(_place(path), path) for path in files]
         done = api.create_commit(url.repo_id, operations, commit_message=message, revision=revision)
         if tag:
             api.create_tag(url.repo_id, tag=tag, revision=done.oid)
@@ -105,6 +131,11 @@ def _upload(
         hint = "check the name and the network, and log in with `hf auth login`"
         raise UserError(f"hub.repo_id: cannot push to {repo_id}: {_reason(error)}; {hint}.") from None
     return f"{url}/tree/{revision}" if revision else str(url)
+
+
+def _place(path: Path) -> str:
+    """Return the path of a file in its repository."""
+    return f"{_RESULTS}/{path.name}" if path.parent.name == _RESULTS else path.name
 
 
 def set_location(path: Path, location: str, revision: str | None = None) -> None:
@@ -128,11 +159,13 @@ def exported_files(folder: Path) -> list[Path]:
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             raise UserError(f"{index} is damaged, so nothing was pushed; export the model again.") from None
     names = {*_EXPORTED, *parts}
+    results = folder / _RESULTS
     files = sorted(path for path in folder.iterdir() if path.name in names)
+    files += [results] if results.is_symlink() else sorted(results.glob("*.yaml"))
     for path in files:
         if path.is_symlink() or not path.is_file():  # a link may point to any private file
             raise UserError(f"{path} is not a file that an export wrote, so nothing was pushed; remove it.")
-    others = sorted(path.name for path in set(folder.iterdir()) - set(files))
+    others = sorted(path.name for path in set(folder.iterdir()) - {*files, results})
     if others:
         logger.warning("hub: not pushed, because an export does not write it: %s", ", ".join(map(repr, others)))
     return files

@@ -8,7 +8,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from hub_server import TOKEN, serving_here
+from huggingface_hub import (
+    EvalResultEntry,
+    ModelCard,
+    ModelCardData,
+    eval_result_entries_to_yaml,
+    parse_eval_result_entries,
+)
 from tiny_export import SUMMARY, build_tiny, card_of, contents, push
 from transformers import AutoModelForCausalLM
 
@@ -16,6 +24,7 @@ from hfgolf.publish import hub as hub_module
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.export import export_model
 from hfgolf.publish.hub import HubPusher, push_folder, set_location
+from hfgolf.publish.model_card import add_task_results, gguf_card
 from hfgolf.system.command import own_command
 from hfgolf.system.durable import list_files
 from hfgolf.system.errors import UserError
@@ -213,6 +222,60 @@ def test_a_branch_and_a_tag_load_by_their_names(exported, our_hub, run_script, t
     set_location(exported / "README.md", "user/other")
     card = (exported / "README.md").read_text()
     assert card.count('from_pretrained("user/other"') == 2 and "revision=" not in card
+
+
+def test_a_gguf_file_has_a_repository_whose_card_names_the_model(our_hub, run_script, tmp_path):
+    file = tmp_path / "small-q8_0.gguf"
+    file.write_bytes(b"GGUF and the rest")
+    how = ["--model", file, "--repo", "user/small-gguf", "--base_model", "user/small"]
+    said = run_script("push_to_hub.py", *how)
+    assert (said.status, said.out) == (0, f"pushed to {our_hub.endpoint}/user/small-gguf\n"), said.err
+    files = our_hub.repositories["user/small-gguf"].files
+    assert files.keys() == {"README.md", file.name} and files[file.name] == file.read_bytes()
+    card = ModelCard(files["README.md"].decode())
+    card.validate()
+    assert (card.data.get("base_model"), card.data.get("base_model_relation")) == ("user/small", "quantized")
+    assert f"hf download user/small-gguf {file.name}" in card.text
+    assert "base_model" not in gguf_card(file.name, "user/small-gguf", None)
+    file.write_bytes(b"text")
+    assert "is not a GGUF file" in run_script("push_to_hub.py", *how).err
+    refused = run_script("push_to_hub.py", "--model", tmp_path, *how[2:])
+    assert refused.status == 2 and refused.err.startswith("error: --base_model: only a GGUF file has it;")
+
+
+def test_the_hub_accepts_every_card(exported, our_hub, tiny_config):
+    """Also of a model that began with another one, and with results of tasks; the client writes the same metadata."""
+    origin = {"init_from": {"name": "user/small", "revision": "1f2e", "sha256": "0123456789abcdef" * 4}}
+    (exported / "README.md").write_text(
+        card_of(tiny_config.replace(hub__license="mit", hub__language=["en"]), SUMMARY | origin)
+    )
+    assert add_task_results(exported / "README.md", {"some_task": {"acc": 0.5}}, {"some_task": 5}, "lm-eval 0.4.13")
+    card = ModelCard.load(exported / "README.md")
+    card.validate()
+    data = card.data.to_dict()
+    assert data["base_model_relation"] == "finetune" and ModelCardData(**data).to_dict() == data
+    card.data.base_model_relation = "cousin"
+    with pytest.raises(ValueError, match="base_model_relation"):
+        card.validate()
+
+
+def test_results_on_benchmarks_are_pushed_with_a_model_in_any_form(exported, our_hub, caplog):
+    results = exported / ".eval_results"
+    results.mkdir()
+    entry = EvalResultEntry(dataset_id="openai/gsm8k", task_id="gsm8k", value=0.25, notes="5-shot")
+    text = yaml.safe_dump(eval_result_entries_to_yaml([entry]))
+    (results / "gsm8k.yaml").write_text(text)
+    (results / "notes.txt").write_text("mine")
+    for form in ("golf", "native"):
+        push_folder(exported, f"user/{form}", private=False, message="m", format=form)
+        files = our_hub.repositories[f"user/{form}"].files
+        assert {name for name in files if "/" in name} == {".eval_results/gsm8k.yaml"}
+        assert parse_eval_result_entries(yaml.safe_load(files[".eval_results/gsm8k.yaml"])) == [entry]
+    assert not caplog.messages
+    shutil.move(results, exported.with_name("elsewhere"))
+    results.symlink_to(exported.with_name("elsewhere"))
+    with pytest.raises(UserError, match="is not a file that an export wrote"):
+        push_folder(exported, "user/other", private=False, message="m")
 
 
 def test_pushes_to_branches_wait_for_each_other_and_none_is_skipped(exported, our_hub, caplog):
