@@ -68,6 +68,7 @@ def export_now(run: Run, folders: Sequence[Path], **figures: Any) -> str | None:
     If the model is sharded, all processes call it. figures: for the card.
     """
     run.tokens.check()  # a model of damaged tokens must not leave the machine
+    of_all = {"step": run.state.step, "init_from": run.init_from, "parameters": run.raw_model.num_parameters()}
     try:
         with exported_weights(run):
             model = run.whole_model()
@@ -75,9 +76,8 @@ def export_now(run: Run, folders: Sequence[Path], **figures: Any) -> str | None:
                 return None
             form, _ = exported_form(run, model)
             for folder in folders:
-                of_all = {"step": run.state.step, "init_from": run.init_from, "model": str(folder)}
                 make_folder(folder.parent)
-                card = model_card(run.resolved.config, of_all | figures, form)
+                card = model_card(run.resolved.config, of_all | {"model": str(folder)} | figures, form)
                 export_model(form, run.tokens.tokenizer, folder, card)
     except (OSError, SafetensorError) as error:
         return one_line(error)
