@@ -23,6 +23,8 @@ import pytest
 import yaml
 
 TOKEN = "hf_ofNobodyAtAll"
+RELATIONS = ("adapter", "finetune", "merge", "quantized")
+FIRST_COMMIT = "0" * 40
 
 
 @dataclass
@@ -31,10 +33,19 @@ class Repository:
     files: dict[str, bytes] = field(default_factory=dict)
     commits: list[str] = field(default_factory=list)
     """Messages, oldest first."""
+    branches: dict[str, Repository] = field(default_factory=dict)
+    """Those beside main."""
+    tags: dict[str, str] = field(default_factory=dict)
+    """{name: commit}."""
 
     @property
     def sha(self) -> str:
-        return hashlib.sha1(f"{self.commits}".encode()).hexdigest()
+        return hashlib.sha1(f"{self.commits} {sorted(self.files.items())}".encode()).hexdigest()
+
+    def at(self, revision: str) -> Repository:
+        """Return a branch, by its name or its latest commit, or what a tag names."""
+        found = (one for one in self.branches.values() if self.tags.get(revision, revision) == one.sha)
+        return self.branches.get(revision) or next(found, self)
 
 
 class HubServer(ThreadingHTTPServer):
@@ -121,15 +132,23 @@ class _Handler(BaseHTTPRequestHandler):
         path = unquote(urlsplit(self.path).path)
         if self._is_failing():
             return
-        if self.headers.get("Authorization") != f"Bearer {TOKEN}":
+        is_public = path == "/api/validate-yaml"
+        if not is_public and self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self._answer({"error": "Invalid username or password."}, 401)
         if path == "/api/repos/create":
             self._create(json.loads(body))
         elif path == "/api/validate-yaml":
             metadata = yaml.safe_load(json.loads(body)["content"].split("---")[1])
+            if metadata.get("base_model_relation", "finetune") not in RELATIONS:
+                return self._answer({"error": '"base_model_relation" must be one of those'}, 400)
             self._answer({"errors": [], "warnings": [] if metadata else [{"message": "empty metadata"}]})
         elif "/preupload/" in path:
-            self._preupload(self._repository(path), json.loads(body)["files"])
+            self._preupload(self._repository(path).at(path.split("/")[-1]), json.loads(body)["files"])
+        elif "/branch/" in path:
+            self._branch(self._repository(path), path.split("/")[-1], json.loads(body)["startingPoint"])
+        elif "/tag/" in path:
+            self._repository(path).tags[json.loads(body)["tag"]] = path.split("/")[-1]
+            self._answer({})
         elif path.endswith("/info/lfs/objects/batch"):
             self._lfs_batch(json.loads(body)["objects"])
         elif "/commit/" in path:
@@ -157,10 +176,17 @@ class _Handler(BaseHTTPRequestHandler):
         self.server.repositories[name] = Repository(wish.get("visibility") == "private" or bool(wish.get("private")))
         self._answer(answer)
 
+    def _branch(self, repository: Repository, name: str, start: str) -> None:
+        assert start == FIRST_COMMIT, "a branch begins without the files of main"
+        if name in repository.branches:
+            return self._answer({"error": "Reference already exists"}, 409)
+        repository.branches[name] = Repository(repository.private)
+        self._answer({})
+
     def _preupload(self, repository: Repository, files: list[dict[str, Any]]) -> None:
         answers = []
         for file in files:
-            is_large = file["path"].endswith(".safetensors")
+            is_large = file["path"].endswith((".safetensors", ".gguf"))
             there = repository.files.get(file["path"])
             answer = {"path": file["path"], "uploadMode": "lfs" if is_large else "regular", "shouldIgnore": False}
             if there is not None:
@@ -175,7 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer({"transfer": "basic", "objects": objects})
 
     def _commit(self, path: str, lines: list[dict[str, Any]]) -> None:
-        repository = self._repository(path)
+        repository = self._repository(path).at(path.split("/")[-1])
         for line in lines:
             value = line["value"]
             if line["key"] == "header":
@@ -195,6 +221,15 @@ class _Handler(BaseHTTPRequestHandler):
         repository = self.server.repositories.get(name)
         if repository is None or (repository.private and self.headers.get("Authorization") != f"Bearer {TOKEN}"):
             return self._answer({"error": "Repository not found"}, 404, {"X-Error-Code": "RepoNotFound"})
+        if request[:1] == ["refs"]:
+            tags = [
+                {"name": tag, "ref": f"refs/tags/{tag}", "targetCommit": sha} for tag, sha in repository.tags.items()
+            ]
+            return self._answer({"branches": [], "converts": [], "tags": tags})
+        if request[:1] == ["commits"]:
+            facts = {"id": FIRST_COMMIT, "authors": [], "title": "initial commit", "message": ""}
+            return self._answer([facts | {"date": "2026-01-01T00:00:00.000Z"}])
+        repository = repository.at(request[1]) if len(request) > 1 else repository
         if request[:1] == ["resolve"]:
             return self._resolve(repository, "/".join(request[2:]))
         if request[:1] == ["tree"]:

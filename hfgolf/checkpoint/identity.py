@@ -75,6 +75,7 @@ _RULES = {
     "train.save_every_steps": Change.FREE,
     "train.save_every_minutes": Change.FREE,
     "train.keep_last": Change.FREE,
+    "train.milestones": Change.FREE,
     "track.": Change.FREE,
     "hub.": Change.FREE,
     "golf.": Change.FREE,

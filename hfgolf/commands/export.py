@@ -10,6 +10,7 @@ turns a native model into Golf and back, and writes one file for llama.cpp and O
 from __future__ import annotations
 
 import json
+import logging
 import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,6 +23,8 @@ from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_metrics
 from hfgolf.system.errors import UserError, writing
 from hfgolf.system.wording import join_words, one_line
+
+logger = logging.getLogger(__name__)
 
 
 def main() -> Answer:
@@ -151,7 +154,8 @@ def export_checkpoint(run: RunFolder, which: str | None, output: Path, *, is_gol
         **_figures(run, config, step),
     }
     if not is_golf:
-        model = in_best_form(model, tokenizer(sample, verbose=False)["input_ids"])
+        model, said = in_best_form(model, tokenizer(sample, verbose=False)["input_ids"])
+        logger.info("exported as %s", said)
     card = model_card(config, summary, model, has_gguf=has_gguf(model, tokenizer))
     with writing("--output", output):
         export_model(model, tokenizer, output, card)

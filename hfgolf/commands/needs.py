@@ -15,12 +15,16 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from hfgolf.checkpoint.state import TrainState
+from hfgolf.config.milestones import milestone
 from hfgolf.config.sections import RunConfig
 from hfgolf.data import token_cache
 from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_stream import open_stream, stream_path
 from hfgolf.data.tokenizer import embedding_rows, find_tokenizer
+from hfgolf.data.words import count_words
+from hfgolf.hooks.milestones import due_steps
 from hfgolf.measure.flops import TokenFlops, token_flops
 from hfgolf.measure.memory import USABLE_SHARE, TrainingMemory, choose_micro_batch_size, chunk_elements, run_memory
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -242,6 +246,17 @@ def evaluation_seconds(config: RunConfig, data: TokenCounts, tokens_per_second: 
     each, final = (min(budget or data.val_tokens, data.val_tokens) for budget in budgets)
     tokens, _ = evaluated_tokens(config, each, final, steps)
     return tokens / (3 * tokens_per_second)
+
+
+def milestone_steps(config: RunConfig, data: TokenCounts) -> dict[str, int | None]:
+    """Return {name: step} of train.milestones; None for one of words, if the text is not tokenized yet."""
+    milestones, read_words = [milestone(entry) for entry in config.train.milestones], None
+    if data.train_tokens is not None and any(one.unit == "words" for one in milestones):
+        tokens = token_cache.load_tokens(config.data, config.tokenizer)
+        read_words = count_words(tokens, config.batch.sequence_length).read
+    known = [one for one in milestones if one.unit == "tokens" or read_words is not None]
+    steps = dict.fromkeys([one.name for one in milestones], None)
+    return steps | due_steps(known, config.batch, TrainState(), read_words)
 
 
 def affordable_steps(

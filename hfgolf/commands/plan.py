@@ -53,6 +53,7 @@ def main() -> Answer | None:
         count_tokens,
         find_needs,
         meta_model,
+        milestone_steps,
         run_length,
     )
     from hfgolf.train.autopilot import choose
@@ -87,17 +88,21 @@ def main() -> Answer | None:
             raise UserError(f"train.max_minutes: {needs.problem}")
         steps = affordable_steps(config, data, speed, 60 * minutes, "train.max_minutes")
         affordable = run_length(config, data, speed, steps, price)
+    milestones = milestone_steps(config, data)
     if os.environ.get("RANK", "0") != "0":
         return None
     parts: dict[str, Any] = {"data": data, "machine": machine, "length": length, "budget": affordable}
     numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
     numbers |= dataclasses.asdict(needs) | {"fits": needs.fits}
     numbers |= {name: part and dataclasses.asdict(part) for name, part in parts.items()}  # None: unknown
+    numbers["milestones"] = milestones
     numbers["chosen"] = chosen and chosen.values
     numbers["speed"] = {"tokens_per_second": speed, "source": source}
     lines = [*chosen.lines, ""] if chosen else []
     lines += [*describe_needs(config, needs, data, machine), f"speed: {speed:,.0f} tokens/s ({source})"]
     lines += describe_length(length, sum(needs.parameters.values()), price, note)
+    if milestones:
+        lines += ["milestones:", *columns(describe_milestones(milestones, length))]
     if affordable is not None and minutes is not None:
         epochs = "" if affordable.epochs is None else f", {affordable.epochs:.3g} epochs"
         paid = f"{affordable.steps:,} steps, {affordable.tokens:,} tokens{epochs}"
@@ -213,6 +218,18 @@ def describe_length(length: Length | None, parameters: int, price: float | None,
     if length.dollars is not None:
         lines.append(f"cost: ${length.dollars:,.2f} at ${price:g} per hour")
     return lines
+
+
+def describe_milestones(steps: dict[str, int | None], length: Length | None) -> list[tuple[str, str]]:
+    """Return the name of each milestone, and its step or why none is known."""
+    last = math.inf if length is None else length.steps
+
+    def place(step: int | None) -> str:
+        if step is None:
+            return "unknown until the text is tokenized"
+        return f"step {step:,}{' (not reached)' if step > last else ''}"
+
+    return [(name, place(step)) for name, step in steps.items()]
 
 
 def columns(rows: Any) -> list[str]:

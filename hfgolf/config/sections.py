@@ -29,6 +29,7 @@ from pydantic import (
 from pydantic.fields import FieldInfo
 
 from hfgolf.config import mixture
+from hfgolf.config.milestones import milestone
 from hfgolf.config.schedules import ScheduleName
 from hfgolf.config.yaml_text import yaml_value
 from hfgolf.system.errors import UserError
@@ -130,6 +131,11 @@ def _adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind, config=ConfigDict(strict=True))
 
 
+def _milestone(text: str) -> str:
+    milestone(text)
+    return text
+
+
 def _short(name: str) -> str:
     if len(name.encode()) > 200:  # file systems allow 255; leave room for suffixes
         raise ValueError
@@ -183,6 +189,13 @@ Language = Annotated[str, _LANGUAGE]
 Languages = Annotated[list[Language], BeforeValidator(as_list, json_schema_input_type=list[Language] | Language)]
 Trigger = Literal["nonfinite", "spike", "divergence"]
 Triggers = Annotated[list[Trigger], BeforeValidator(as_list, json_schema_input_type=list[Trigger] | Trigger)]
+
+
+_MILESTONE = Field(description="an amount of tokens or words, such as 10M, 1.5B tokens or 100M words")
+Milestones = Annotated[
+    list[Annotated[str, _MILESTONE, AfterValidator(_milestone)]],
+    BeforeValidator(as_list, json_schema_input_type=list[Text] | Text),
+]
 
 
 def shown(value: object) -> str:
@@ -748,6 +761,10 @@ class TrainSection(Section, frozen=True):
     """Also save a checkpoint when the last one is this many minutes old; null: time triggers none."""
     keep_last: Count = 2
     """Newest checkpoints to keep, in addition to the best one."""
+    milestones: Milestones = []
+    """Export the model once the training has read so much, such as [10M, 1.5B tokens, 100M words], to the run's folder
+    milestones/ and with hub.push to a branch of the same name: chck_100M for words, chck_10M_tokens for tokens, which
+    an amount without a unit means. train.keep_last does not delete them; see docs/sharing.md."""
     resume: Text | None = None
     """auto: resume the run, or start it if there is no checkpoint; latest, best or a path: resume from that
     checkpoint; null: start a new run."""
@@ -773,6 +790,9 @@ class TrainSection(Section, frozen=True):
                 "train: the run has no limit; set train.max_steps, train.max_tokens, train.max_epochs or"
                 " train.max_minutes."
             )
+        names = [milestone(entry).name for entry in self.milestones]
+        if twice := next((name for name in names if names.count(name) > 1), None):
+            yield f"train.milestones: two entries are named {twice}; leave one out."
 
 
 class TrackSection(Section, frozen=True):

@@ -31,10 +31,17 @@ def standard_hooks(config: RunConfig) -> list[Hook]:
         from hfgolf.golf.hooks import SizeForecast
 
         hooks.append(SizeForecast())
-    if config.hub.push:
+    pusher = None
+    if config.hub.push and config.hub.repo_id:  # which HubSection asks for
         from hfgolf.hooks.push import Push
+        from hfgolf.publish.hub import HubPusher
 
-        hooks.append(Push(config.hub))
+        pusher = HubPusher(config.hub.repo_id, config.hub.private, config.hub.format)
+        hooks.append(Push(config.hub.every_steps, pusher))
+    if config.train.milestones:
+        from hfgolf.hooks.milestones import Milestones
+
+        hooks.append(Milestones(config.train.milestones, pusher))
     hooks += [Diagnosis(), Report()]  # the report before the trackers, which upload it
     if config.track.trackers:
         from hfgolf.hooks.trackers import Trackers

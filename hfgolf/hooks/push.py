@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from safetensors import SafetensorError
@@ -11,13 +13,14 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
 from hfgolf.publish.hub import HubPusher
 from hfgolf.publish.model_card import model_card
+from hfgolf.system.durable import make_folder
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
+from hfgolf.train.finish import exported_form
 from hfgolf.train.hooks import Hook
 from hfgolf.train.validation import exported_weights
 
 if TYPE_CHECKING:
-    from hfgolf.config.sections import HubSection
     from hfgolf.train.meter import StepResult
     from hfgolf.train.run import Run
 
@@ -27,10 +30,8 @@ logger = logging.getLogger(__name__)
 class Push(Hook):
     """Pushes in a process of its own, which never delays or stops the run."""
 
-    def __init__(self, hub: HubSection) -> None:
-        assert hub.repo_id is not None  # HubSection asks for it
-        self._every_steps = hub.every_steps
-        self._hub = HubPusher(hub.repo_id, hub.private, hub.format)
+    def __init__(self, every_steps: int | None, pusher: HubPusher) -> None:
+        self._every_steps, self._hub = every_steps, pusher
 
     def start(self, run: Run) -> None:
         """Refuse, before any training, to push a native form that does not exist."""
@@ -49,21 +50,35 @@ class Push(Hook):
         is_main = run.accelerator.is_main_process
         if not is_due or run.clock.stop_signal or not (is_main or run.is_sharded):
             return
-        run.tokens.check()  # a model of damaged tokens must not leave the machine
         folder = run.folder.path / "model-in-training"
-        try:
-            with exported_weights(run):
-                model = run.whole_model()
-                if model is None or not is_main:
-                    return
-                figures = {"step": run.state.step, "init_from": run.init_from}
-                card = model_card(run.resolved.config, figures, model)
-                export_model(model, run.tokens.tokenizer, folder, card)
-        except (OSError, SafetensorError) as error:
-            logger.warning("push at step %d failed: %s", run.state.step, one_line(error))
-            return
-        self._hub.push_later(folder, f"step {run.state.step}")
+        problem = export_now(run, [folder])
+        if problem:
+            logger.warning("push at step %d failed: %s", run.state.step, problem)
+        elif is_main:
+            self._hub.push_later(folder, f"step {run.state.step}")
 
     def end(self, run: Run, summary: dict[str, Any] | None) -> None:
         if summary is not None and run.accelerator.is_main_process:
             self._hub.push_now(run.folder.model, f"step {summary['step']}: validation loss {summary['val_loss']:.4f}")
+
+
+def export_now(run: Run, folders: Sequence[Path], **figures: Any) -> str | None:
+    """Export the weights of this step, or their averages under ema_export; return why that failed, None if it did not.
+
+    If the model is sharded, all processes call it. figures: for the card.
+    """
+    run.tokens.check()  # a model of damaged tokens must not leave the machine
+    of_all = {"step": run.state.step, "init_from": run.init_from, "parameters": run.raw_model.num_parameters()}
+    try:
+        with exported_weights(run):
+            model = run.whole_model()
+            if model is None or not run.accelerator.is_main_process:
+                return None
+            form, _ = exported_form(run, model)
+            for folder in folders:
+                make_folder(folder.parent)
+                card = model_card(run.resolved.config, of_all | {"model": str(folder)} | figures, form)
+                export_model(form, run.tokens.tokenizer, folder, card)
+    except (OSError, SafetensorError) as error:
+        return one_line(error)
+    return None

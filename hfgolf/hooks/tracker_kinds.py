@@ -175,6 +175,13 @@ def _send_text(tracker: GeneralTracker, name: str, text: str, step: int | None) 
             tracker.log({name: text}, step=step)
 
 
+def alert(tracker: GeneralTracker, title: str, text: str, step: int) -> None:
+    """Show a warning where the tracker shows those: trackio, on its dashboard and to TRACKIO_WEBHOOK_URL."""
+    raw: Any = tracker.tracker
+    if tracker.name == "trackio" and hasattr(raw, "alert"):  # older ones have none
+        raw.alert(title=title, text=text, step=step)
+
+
 def attach_file(tracker: GeneralTracker, file: Path, kind: str) -> None:
     """Upload a file of the run, if the tracker stores files."""
     raw: Any = tracker.tracker

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
-from hfgolf.hooks.tracker_kinds import attach_file, end_wandb, send, start_tracker, store_config
+from hfgolf.hooks.tracker_kinds import alert, attach_file, end_wandb, send, start_tracker, store_config
 from hfgolf.system.errors import UserError
-from hfgolf.system.redact import redact_values
+from hfgolf.system.redact import redact, redact_values
 from hfgolf.system.wording import one_line
 from hfgolf.train.hooks import Hook
 
@@ -67,6 +67,11 @@ class Trackers(Hook):
     def logged(self, run: Run, line: Mapping[str, Any]) -> None:
         for step, values in by_step(line):
             run.accelerator.log(values, step=step)
+        if line.get("event") == "finding":
+            text = f"{line['saw']}; most likely {line['causes'][0]}"
+            for tracker in run.accelerator.trackers:
+                if isinstance(tracker, Guard):
+                    tracker.alert(f"doctor: {line['symptom']}", text, line["step"])
 
     def end(self, run: Run, summary: dict[str, Any] | None) -> None:
         """Upload the report. `Accelerator.end_training` closes the trackers, but shows a failed run by not doing so."""
@@ -117,6 +122,10 @@ class Guard(GeneralTracker):
 
     def log(self, values: dict[str, Any], step: int | None = None, **options: Any) -> None:
         self._call(partial(send, values=redact_values(values), step=step, **options))
+
+    def alert(self, title: str, text: str, step: int) -> None:
+        """Show a warning, if the tracker has a place for those."""
+        self._call(partial(alert, title=redact(title), text=redact(text), step=step))
 
     def attach(self, file: Path, kind: str) -> None:
         """Upload a file of the run, if the tracker stores files."""

@@ -6,7 +6,6 @@ Owns the choice for an export and for a push, and converts folders. native.py co
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 
 from transformers import PreTrainedModel
@@ -19,22 +18,17 @@ from hfgolf.publish.model_card import CHAT_SECTION, read_card, usage, with_usage
 from hfgolf.publish.native import converted
 from hfgolf.system.errors import UserError, writing
 
-logger = logging.getLogger(__name__)
 
-
-def in_best_form(model: PreTrainedModel, real_ids: list[int]) -> PreTrainedModel:
+def in_best_form(model: PreTrainedModel, real_ids: list[int]) -> tuple[PreTrainedModel, str]:
     """Return a model as a folder is to hold it: native if an architecture of transformers computes the same, else as it
-    is. Logs which, and for a Golf model why. real_ids: of a text that the model may be asked about.
+    is; and what it is, for a Golf model with the reason. real_ids: of a text that the model may be asked about.
     """
     if not isinstance(model, GolfForCausalLM):
-        return model
+        return model, type(model).__name__
     try:
-        native, sentence = converted(model, "native", real_ids)
+        return converted(model, "native", real_ids)
     except UserError as error:
-        logger.info("exported as GolfForCausalLM, which needs trust_remote_code: %s", error)
-        return model
-    logger.info("exported as %s", sentence)
-    return native
+        return model, f"GolfForCausalLM, which needs trust_remote_code: {error}"
 
 
 def convert_folder(model: str, output: Path, to: str, location: str | None = None) -> str:

@@ -18,6 +18,7 @@ import tempfile
 import threading
 from pathlib import Path
 
+from hfgolf.publish.model_card import gguf_card
 from hfgolf.system.command import own_command, run_command
 from hfgolf.system.durable import write_text
 from hfgolf.system.errors import UserError
@@ -31,6 +32,7 @@ _SLOW_BYTES_PER_SECOND = 500_000
 
 _MODEL = Path(__file__).parents[1] / "model"
 _CODE = ("configuration_golf.py", "layers_golf.py", "modeling_golf.py")
+_RESULTS = ".eval_results"  # where the Hub looks for results on its benchmarks
 _INDEX = "model.safetensors.index.json"
 # The files that an export writes, for any tokenizer. Besides the parts of weights that the index names, nothing else
 # leaves the machine.
@@ -43,22 +45,55 @@ _EXPORTED = (
 )
 
 
-def push_folder(folder: Path, repo_id: str, private: bool, message: str, format: str = "auto") -> str:
+def push_folder(
+    folder: Path,
+    repo_id: str,
+    private: bool,
+    message: str,
+    format: str = "auto",
+    revision: str | None = None,
+    tag: str | None = None,
+) -> str:
     """Create the repository if needed, upload the exported files in one commit, and return the repository's URL.
 
-    format: as hub.format. What was pushed follows the URL if that was a choice. First sets repo_id in the card's
-    example. huggingface_hub reads HF_ENDPOINT and the token. Raises UserError if the Hub is unreachable, refuses or
-    does not respond, if `private` is true but the repository is public, if a file is a link, or if there is no native
-    form but it was asked for.
+    format: as hub.format. What was pushed follows the URL if that was a choice. revision: a branch, which begins
+    without the files of main; None: main. tag: for the commit. First sets repo_id in the card's example.
+    huggingface_hub reads HF_ENDPOINT and the token. Raises UserError if the Hub is unreachable, refuses or does not
+    respond, if `private` is true but the repository is public, if there is such a tag, if a file is a link, or if there
+    is no native form but it was asked for.
     """
     files = exported_files(folder)  # refuses links before anything reads the files
     with tempfile.TemporaryDirectory() as scratch:
         from hfgolf.publish.convert import in_format  # late: it imports seven architectures
 
         outgoing, said = in_format(folder, format, Path(scratch) / "model", repo_id)
-        files = files if outgoing == folder else exported_files(outgoing)
-        url = _upload(outgoing, with_current_code(files), repo_id, private, message)
+        # results are of the model in any form
+        results = [path for path in files if path.parent != folder]
+        files = files if outgoing == folder else [*exported_files(outgoing), *results]
+        url = _upload(outgoing / "README.md", with_current_code(files), repo_id, private, message, revision, tag)
     return url if said is None else f"{url} as {said}"
+
+
+def push_gguf(
+    file: Path,
+    repo_id: str,
+    private: bool,
+    message: str,
+    base_model: str | None,
+    revision: str | None = None,
+    tag: str | None = None,
+) -> str:
+    """Upload a GGUF file and a card to a repository of its own, and return that repository's URL.
+
+    base_model: the repository of the model that it was made from. The rest is as for push_folder.
+    """
+    with file.open("rb") as content:
+        if content.read(4) != b"GGUF":
+            raise UserError(f"--model: {file} is not a GGUF file; write one with hfgolf export --to gguf.")
+    with tempfile.TemporaryDirectory() as scratch:
+        card = Path(scratch) / "README.md"
+        card.write_text(gguf_card(file.name, repo_id, base_model), encoding="utf-8")
+        return _upload(card, [card, file], repo_id, private, message, revision, tag)
 
 
 def with_current_code(files: list[Path]) -> list[Path]:
@@ -67,7 +102,9 @@ def with_current_code(files: list[Path]) -> list[Path]:
     return others if others == files else [*others, *(_MODEL / name for name in _CODE)]
 
 
-def _upload(folder: Path, files: list[Path], repo_id: str, private: bool, message: str) -> str:
+def _upload(
+    card: Path, files: list[Path], repo_id: str, private: bool, message: str, revision: str | None, tag: str | None
+) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import get_session
 
@@ -77,23 +114,36 @@ def _upload(folder: Path, files: list[Path], repo_id: str, private: bool, messag
         url = api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: the account's default
         if private and not api.model_info(url.repo_id).private:
             raise UserError(f"hub.private: {repo_id} is already public; make it private or use another name.")
-        set_location(folder / "README.md", url.repo_id)
+        if tag and tag in {ref.name for ref in api.list_repo_refs(url.repo_id).tags}:
+            raise UserError(f"--tag: {repo_id} already has the tag {tag}, so nothing was pushed; use another name.")
+        if revision:
+            first_commit = api.list_repo_commits(url.repo_id)[-1].commit_id
+            api.create_branch(url.repo_id, branch=revision, revision=first_commit, exist_ok=True)
+        set_location(card, url.repo_id, revision)
         # not upload_folder, which splits a push into several commits
-        operations = [CommitOperationAdd(path.name, path) for path in files]
-        api.create_commit(url.repo_id, operations, commit_message=message)
+        operations = [CommitOperationAdd(_place(path), path) for path in files]
+        done = api.create_commit(url.repo_id, operations, commit_message=message, revision=revision)
+        if tag:
+            api.create_tag(url.repo_id, tag=tag, revision=done.oid)
     except UserError:
         raise
     except Exception as error:  # huggingface_hub, its HTTP client and hf_xet each raise their own types
         hint = "check the name and the network, and log in with `hf auth login`"
         raise UserError(f"hub.repo_id: cannot push to {repo_id}: {_reason(error)}; {hint}.") from None
-    return str(url)
+    return f"{url}/tree/{revision}" if revision else str(url)
 
 
-def set_location(path: Path, location: str) -> None:
-    """Set the location in the examples of the card at `path`."""
+def _place(path: Path) -> str:
+    """Return the path of a file in its repository."""
+    return f"{_RESULTS}/{path.name}" if path.parent.name == _RESULTS else path.name
+
+
+def set_location(path: Path, location: str, revision: str | None = None) -> None:
+    """Set the location in the examples of the card at `path`. revision: the branch; None: main."""
     card = path.read_text(encoding="utf-8")
+    place = f'"{location}", revision="{revision}"' if revision else f'"{location}"'
     # only the first ones: a sample from a model trained on Python may contain more
-    named = re.sub(r'(?<=\.from_pretrained\(")[^"]*', lambda _: location, card, count=2)
+    named = re.sub(r'(?<=\.from_pretrained\()"[^"]*"(, revision="[^"]*")?', lambda _: place, card, count=2)
     named = re.sub(r'(?<=export --model ")[^"]*(?=" --to gguf)', lambda _: location, named, count=1)
     if named != card:
         write_text(path, named)
@@ -109,11 +159,13 @@ def exported_files(folder: Path) -> list[Path]:
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             raise UserError(f"{index} is damaged, so nothing was pushed; export the model again.") from None
     names = {*_EXPORTED, *parts}
+    results = folder / _RESULTS
     files = sorted(path for path in folder.iterdir() if path.name in names)
+    files += [results] if results.is_symlink() else sorted(results.glob("*.yaml"))
     for path in files:
         if path.is_symlink() or not path.is_file():  # a link may point to any private file
             raise UserError(f"{path} is not a file that an export wrote, so nothing was pushed; remove it.")
-    others = sorted(path.name for path in set(folder.iterdir()) - set(files))
+    others = sorted(path.name for path in set(folder.iterdir()) - {*files, results})
     if others:
         logger.warning("hub: not pushed, because an export does not write it: %s", ", ".join(map(repr, others)))
     return files
@@ -132,6 +184,8 @@ class HubPusher:
     def __init__(self, repo_id: str, private: bool, format: str = "auto") -> None:
         self._repo_id, self._private, self._format = repo_id, private, format
         self._running: threading.Thread | None = None
+        self.pushed: set[str] = set()
+        """The branches that were pushed."""
 
     def push_later(self, folder: Path, message: str) -> None:
         """Start a push in the background. Renames the folder, so that the next export cannot change it.
@@ -145,11 +199,15 @@ class HubPusher:
         shutil.rmtree(outgoing, ignore_errors=True)
         self._start(folder.rename(outgoing), message, delete_after=True)
 
+    def push_branch(self, folder: Path, message: str) -> None:
+        """Start a push to the branch named like the folder, after the pushes before it: none is skipped."""
+        self._start(folder, message, branch=folder.name)
+
     def push_now(self, folder: Path, message: str) -> None:
-        """Wait for the running push, then push and wait for that, up to its time limit."""
+        """Wait for the running pushes, then push and wait for that, each up to its time limit."""
         if self._running:
             self._running.join()
-        self._start(folder, message, delete_after=False)
+        self._start(folder, message)
         try:
             if self._running:
                 self._running.join()
@@ -157,15 +215,22 @@ class HubPusher:
             logger.warning("hub: the push continues in the background; to repeat it: %s", self._retry_command(folder))
             raise
 
-    def _start(self, folder: Path, message: str, delete_after: bool) -> None:
+    def _start(self, folder: Path, message: str, *, delete_after: bool = False, branch: str | None = None) -> None:
+        before = self._running
+
+        def work() -> None:
+            if before:
+                before.join()
+            self._push(folder, message, delete_after, branch)
+
         # a daemon thread, so that the end of the run does not wait for it
-        self._running = threading.Thread(target=self._push, args=(folder, message, delete_after), daemon=True)
+        self._running = threading.Thread(target=work, daemon=True)
         self._running.start()
 
-    def _push(self, folder: Path, message: str, delete_after: bool) -> None:
+    def _push(self, folder: Path, message: str, delete_after: bool, branch: str | None) -> None:
         num_bytes = sum(path.stat().st_size for path in folder.iterdir())
         seconds = int(PUSH_TIMEOUT_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND)
-        job = json.dumps([seconds, str(folder), self._repo_id, self._private, message, self._format])
+        job = json.dumps([seconds, str(folder), self._repo_id, self._private, message, self._format, branch])
         command = [sys.executable, "-m", "hfgolf.publish.hub", job]
         package = Path(__file__).parents[2]
         environment = os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
@@ -177,15 +242,18 @@ class HubPusher:
         except subprocess.TimeoutExpired:
             is_pushed, output = False, f"it did not finish within {seconds} s."
         if is_pushed:
+            if branch:
+                self.pushed = {*self.pushed, branch}
             logger.info("hub: pushed %s to %s", message, output)
         else:
             reason = output.splitlines()[-1].removeprefix("error: ") if output else "its process was killed."
-            logger.warning("hub: not pushed: %s To try again: %s", reason, self._retry_command(folder))
+            logger.warning("hub: not pushed: %s To try again: %s", reason, self._retry_command(folder, branch))
         if delete_after:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _retry_command(self, folder: Path) -> str:
-        command = f"{own_command()} push --run {folder.parent} --repo {self._repo_id}"
+    def _retry_command(self, folder: Path, branch: str | None = None) -> str:
+        what = f"--model {folder} --revision {branch}" if branch else f"--run {folder.parent}"
+        command = f"{own_command()} push {what} --repo {self._repo_id}"
         return command if self._format == "auto" else f"{command} --format {self._format}"
 
 

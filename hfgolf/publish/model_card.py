@@ -84,6 +84,7 @@ def model_card(
         datasets=list(dict.fromkeys(hub_datasets)) or None,
         eval_results=results or None,
         base_model=init_from["name"] if init_from.get("revision") else None,
+        base_model_relation="finetune" if init_from.get("revision") else None,
     )
     card = ModelCard.from_template(
         data,
@@ -127,6 +128,20 @@ def usage(model: PreTrainedModel, location: str, is_chat: bool, has_gguf: bool =
         chat_section=CHAT_SECTION if is_chat else None,
         made_from=getattr(config, "golf", None),
         num_parameters=f"{model.num_parameters():,}",
+    )
+
+
+def gguf_card(file: str, repo_id: str, base_model: str | None) -> str:
+    """Return the card of a repository with a GGUF file. base_model: the repository of the model that it is of."""
+    relation = None if base_model is None else "quantized"
+    data = ModelCardData(
+        pipeline_tag="text-generation", tags=["gguf", "hfgolf"], base_model=base_model, base_model_relation=relation
+    )
+    of = f" The model is [{base_model}](https://huggingface.co/{base_model})." if base_model else ""
+    return (
+        f"---\n{data}\n---\n\n# {_plain(Path(file).stem)}\n\nA file for llama.cpp, written by hfgolf.{of}\n\n"
+        f'```sh\nhf download {repo_id} {file} --local-dir .\nllama-completion -m {file} -p "Once upon a time" -n 100\n'
+        "```\n"
     )
 
 

@@ -33,6 +33,7 @@ EVENTS = {
     "finding": ("D", "◆", "doctor's finding"),
     "save_failed": ("v", "▼", "failed save"),
     "stopped": ("o", "●", "stopped by a signal"),
+    "milestone": ("^", "▲", "milestone"),
 }
 """For each kind of event: its marker in charts, its symbol in text, and its name."""
 

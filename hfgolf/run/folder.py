@@ -63,6 +63,8 @@ class RunFolder:
     checkpoints = _PathIn("checkpoints")
     model = _PathIn("model")
     """The exported model, as a folder for `from_pretrained`."""
+    milestones = _PathIn("milestones")
+    """The exported models of train.milestones, a folder each."""
     summary = _PathIn("summary.json")
     """The final figures; exists once the run is complete."""
     tasks = _PathIn("tasks.json")
@@ -83,7 +85,7 @@ class RunFolder:
 
     def clean_up(self) -> None:
         """Remove the remains of killed writes, except among the checkpoints (see checkpoint/store.py)."""
-        for pattern in (".partial-*", ".replaced-*", "starts/*/.partial-*", f"{self.report.stem}/.partial-*"):
+        for pattern in _LEFTOVER_PLACES:
             for path in self.path.glob(pattern):
                 if not _LEFTOVER.fullmatch(path.name):
                     continue  # the user may have others with such names
@@ -224,10 +226,14 @@ class RunFolder:
         return list(found)
 
 
+_LEFTOVER_PLACES = (
+    *(".partial-*", ".replaced-*", "milestones/.partial-*", "milestones/.replaced-*"),
+    *("starts/*/.partial-*", "report/.partial-*"),
+)
 # What a killed write of hfgolf's leaves.
 _LEFTOVER = re.compile(
     r"\.partial-(config\.yaml|uncommitted\.patch|metrics\.jsonl|report\.(html|md)|\w+\.png|shared-[0-9a-f]{16})"
-    r"|\.partial-(metadata|summary|tasks|profile)\.json|\.(partial|replaced)-(model|golf)"
+    r"|\.partial-(metadata|summary|tasks|profile)\.json|\.(partial|replaced)-(model|golf|chck_[\w.]+)"
 )
 
 

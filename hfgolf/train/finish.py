@@ -169,14 +169,14 @@ def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
 
 def _export(run: Run, summary: dict[str, Any], model: PreTrainedModel) -> None:
     """Write the model's folder and summary.json. Raises UserError, saying what is left, if the disk is full."""
-    from hfgolf.publish.convert import in_best_form  # late: they import seven architectures
-    from hfgolf.publish.gguf import has_gguf
+    from hfgolf.publish.gguf import has_gguf  # late: it imports seven architectures
 
     try:
         picture = run.folder.report.with_suffix("") / "loss.png"
         pictures = [picture] if picture.is_file() else []
-        tokenizer, val = run.tokens.tokenizer, run.tokens.val
-        exported_model = in_best_form(_plain(model), val.read(np.arange(min(_REAL_IDS, len(val)))).tolist())
+        tokenizer = run.tokens.tokenizer
+        exported_model, said = exported_form(run, model)
+        logger.info("exported as %s", said)
         is_for_llama_cpp = has_gguf(exported_model, tokenizer)
         card = model_card(run.resolved.config, summary, exported_model, pictures, is_for_llama_cpp)
         export_model(exported_model, tokenizer, run.folder.model, card, pictures)
@@ -198,6 +198,14 @@ def _export(run: Run, summary: dict[str, Any], model: PreTrainedModel) -> None:
         raise UserError(
             f"run.output_dir: cannot write the model to {run.folder.model} ({one_line(error)}); {advice}."
         ) from None
+
+
+def exported_form(run: Run, model: PreTrainedModel) -> tuple[PreTrainedModel, str]:
+    """Return the model in the form that its folder is to hold, and what that is. It may share its tensors."""
+    from hfgolf.publish.convert import in_best_form  # late: it imports seven architectures
+
+    val = run.tokens.val
+    return in_best_form(_plain(model), val.read(np.arange(min(_REAL_IDS, len(val)))).tolist())
 
 
 def _plain(model: PreTrainedModel) -> PreTrainedModel:

@@ -281,3 +281,19 @@ def test_max_minutes_and_max_tokens_limit_the_steps(script, tiny_run, tmp_path):
     said = script(*unknown)
     assert "run: number of steps unknown (train.max_epochs" in said and "data: not counted (data.files" in said
     assert numbers(script(*unknown, "--json"))["length"] is None
+
+
+def test_plan_says_when_milestones_are_due(script, tiny_run):
+    """Also of words, if the text is tokenized; a run on it then says the same steps."""
+    options = tiny_run(train__milestones="[1k, 200 words, 1M words]", train__max_steps=8)
+    names = [line.split() for line in script(*options).split("milestones:\n")[1].splitlines()[:3]]
+    assert names[0] == ["chck_1k_tokens", "step", "4"] and names[1][:2] == ["chck_200", "step"]
+    assert names[2][0] == "chck_1M" and names[2][-2:] == ["(not", "reached)"]
+    steps = numbers(script(*options, "--json"))["milestones"]
+    assert (steps["chck_1k_tokens"], steps["chck_200"]) == (4, int(names[1][2]))
+
+
+def test_words_of_a_text_that_is_not_tokenized_are_unknown(tiny_run, monkeypatch):
+    monkeypatch.setattr(needs, "MAX_CHEAP_BYTES", 100)
+    config = load_config(tiny_run(train__milestones="[1k, 200 words]")).config
+    assert needs.milestone_steps(config, count_tokens(config)) == {"chck_1k_tokens": 4, "chck_200": None}

@@ -41,6 +41,8 @@ trackers.start(run)
 trackers.logged(run, {"step": step + 1, "train_loss": 1 / (step + 1)})
 for name, text in (("sample", "a line\\nand another"), ("symptom", "one"), ("symptom", "another")):
     trackers.logged(run, {"step": step + 1, "event": name, "elapsed_seconds": 1.0, "text": text})
+finding = {"symptom": "plateau", "saw": "no progress", "causes": ["a low rate"], "fix": {}}
+trackers.logged(run, {"step": step + 1, "event": "finding", "elapsed_seconds": 1.0} | finding)
 trackers.end(run, {})
 accelerator.end_training()
 print("kept", [kept.name for kept in accelerator.trackers if not kept._is_dropped])
@@ -87,6 +89,8 @@ def test_trackio_has_one_run_by_name_with_samples_as_text(two_sessions, tmp_path
     assert [(step, values["train/loss"]) for step, values in logged if "train/loss" in values] == [(1, 1.0), (2, 0.5)]
     samples = [(step, values["event/sample"]["_value"]) for step, values in logged if "event/sample" in values]
     assert samples == [(step, "```text\na line\nand another\n```") for step in (1, 2)]
+    alerts = sqlite3.connect(database).execute("select step, title, text, level from alerts order by step").fetchall()
+    assert alerts == [(step, "doctor: plateau", "no progress; most likely a low rate", "warn") for step in (1, 2)]
 
 
 def test_mlflow_has_one_run_by_name_with_samples_as_files(two_sessions):

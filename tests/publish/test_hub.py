@@ -5,15 +5,26 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
+import yaml
 from hub_server import TOKEN, serving_here
+from huggingface_hub import (
+    EvalResultEntry,
+    ModelCard,
+    ModelCardData,
+    eval_result_entries_to_yaml,
+    parse_eval_result_entries,
+)
 from tiny_export import SUMMARY, build_tiny, card_of, contents, push
+from transformers import AutoModelForCausalLM
 
 from hfgolf.publish import hub as hub_module
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.export import export_model
-from hfgolf.publish.hub import HubPusher, push_folder
+from hfgolf.publish.hub import HubPusher, push_folder, set_location
+from hfgolf.publish.model_card import add_task_results, gguf_card
 from hfgolf.system.command import own_command
 from hfgolf.system.durable import list_files
 from hfgolf.system.errors import UserError
@@ -186,6 +197,105 @@ def test_only_exported_files_are_pushed(exported, our_hub, tmp_path, caplog):
     assert "user/other" not in our_hub.repositories
 
 
+def test_a_branch_and_a_tag_load_by_their_names(exported, our_hub, run_script, tmp_path):
+    """The branch holds only what was pushed to it, and its card says what it loads; main stays as it is."""
+    assert run_script("push_to_hub.py", "--run", exported.parent, "--repo", "user/name", "--format=golf").status == 0
+    main = dict(our_hub.repositories["user/name"].files)
+    how = ["--model", exported, "--repo", "user/name", "--revision", "chck_1M", "--tag", "v1"]
+    said = run_script("push_to_hub.py", *how)
+    assert said.out.startswith(f"pushed to {our_hub.endpoint}/user/name/tree/chck_1M as Apertus"), said.err
+    repository = our_hub.repositories["user/name"]
+    assert repository.files == main and repository.branches.keys() == {"chck_1M"}
+    branch = repository.branches["chck_1M"]
+    assert branch.files.keys() == {name for name in main if not name.endswith(".py")}
+    assert repository.tags == {"v1": branch.sha}
+    assert branch.files["README.md"].decode().count('from_pretrained("user/name", revision="chck_1M")') == 2
+    for name in ("chck_1M", "v1"):
+        loaded = AutoModelForCausalLM.from_pretrained("user/name", revision=name, cache_dir=tmp_path / name)
+        assert type(loaded).__name__ == "ApertusForCausalLM"
+
+    again = run_script("push_to_hub.py", *how)
+    assert (again.status, len(branch.commits)) == (2, 1)
+    assert again.err == "error: --tag: user/name already has the tag v1, so nothing was pushed; use another name.\n"
+    nowhere = run_script("push_to_hub.py", "--model", exported.parent, "--repo", "user/name")
+    assert nowhere.status == 2 and nowhere.err.startswith("error: --model: there is no exported model in")
+    set_location(exported / "README.md", "user/other")
+    card = (exported / "README.md").read_text()
+    assert card.count('from_pretrained("user/other"') == 2 and "revision=" not in card
+
+
+def test_a_gguf_file_has_a_repository_whose_card_names_the_model(our_hub, run_script, tmp_path):
+    file = tmp_path / "small-q8_0.gguf"
+    file.write_bytes(b"GGUF and the rest")
+    how = ["--model", file, "--repo", "user/small-gguf", "--base_model", "user/small"]
+    said = run_script("push_to_hub.py", *how)
+    assert (said.status, said.out) == (0, f"pushed to {our_hub.endpoint}/user/small-gguf\n"), said.err
+    files = our_hub.repositories["user/small-gguf"].files
+    assert files.keys() == {"README.md", file.name} and files[file.name] == file.read_bytes()
+    card = ModelCard(files["README.md"].decode())
+    card.validate()
+    assert (card.data.get("base_model"), card.data.get("base_model_relation")) == ("user/small", "quantized")
+    assert f"hf download user/small-gguf {file.name}" in card.text
+    assert "base_model" not in gguf_card(file.name, "user/small-gguf", None)
+    file.write_bytes(b"text")
+    assert "is not a GGUF file" in run_script("push_to_hub.py", *how).err
+    refused = run_script("push_to_hub.py", "--model", tmp_path, *how[2:])
+    assert refused.status == 2 and refused.err.startswith("error: --base_model: only a GGUF file has it;")
+
+
+def test_the_hub_accepts_every_card(exported, our_hub, tiny_config):
+    """Also of a model that began with another one, and with results of tasks; the client writes the same metadata."""
+    origin = {"init_from": {"name": "user/small", "revision": "1f2e", "sha256": "0123456789abcdef" * 4}}
+    (exported / "README.md").write_text(
+        card_of(tiny_config.replace(hub__license="mit", hub__language=["en"]), SUMMARY | origin)
+    )
+    assert add_task_results(exported / "README.md", {"some_task": {"acc": 0.5}}, {"some_task": 5}, "lm-eval 0.4.13")
+    card = ModelCard.load(exported / "README.md")
+    card.validate()
+    data = card.data.to_dict()
+    assert data["base_model_relation"] == "finetune" and ModelCardData(**data).to_dict() == data
+    card.data.base_model_relation = "cousin"
+    with pytest.raises(ValueError, match="base_model_relation"):
+        card.validate()
+
+
+def test_results_on_benchmarks_are_pushed_with_a_model_in_any_form(exported, our_hub, caplog):
+    results = exported / ".eval_results"
+    results.mkdir()
+    entry = EvalResultEntry(dataset_id="openai/gsm8k", task_id="gsm8k", value=0.25, notes="5-shot")
+    text = yaml.safe_dump(eval_result_entries_to_yaml([entry]))
+    (results / "gsm8k.yaml").write_text(text)
+    (results / "notes.txt").write_text("mine")
+    for form in ("golf", "native"):
+        push_folder(exported, f"user/{form}", private=False, message="m", format=form)
+        files = our_hub.repositories[f"user/{form}"].files
+        assert {name for name in files if "/" in name} == {".eval_results/gsm8k.yaml"}
+        assert parse_eval_result_entries(yaml.safe_load(files[".eval_results/gsm8k.yaml"])) == [entry]
+    assert not caplog.messages
+    shutil.move(results, exported.with_name("elsewhere"))
+    results.symlink_to(exported.with_name("elsewhere"))
+    with pytest.raises(UserError, match="is not a file that an export wrote"):
+        push_folder(exported, "user/other", private=False, message="m")
+
+
+def test_pushes_to_branches_wait_for_each_other_and_none_is_skipped(exported, our_hub, caplog):
+    our_hub.never_answers = True
+    pusher = HubPusher("user/name", private=False, format="golf")
+    with caplog.at_level(logging.INFO, logger="hfgolf"):
+        for name in ("chck_1M", "chck_2M"):
+            pusher.push_branch(Path(shutil.copytree(exported, exported.with_name(name))), name)
+        our_hub.released.set()
+        pusher.push_now(exported, "last")
+    repository = our_hub.repositories["user/name"]
+    assert repository.commits == ["last"] and pusher.pushed == {"chck_1M", "chck_2M"}, caplog.text
+    assert [repository.branches[name].commits for name in ("chck_1M", "chck_2M")] == [["chck_1M"], ["chck_2M"]]
+    our_hub.fail_with = 500
+    pusher.push_branch(exported.with_name("chck_2M"), "again")
+    assert pusher._running is not None
+    pusher._running.join()
+    assert f"push --model {exported.with_name('chck_2M')} --revision chck_2M --repo user/name" in caplog.text
+
+
 def test_a_model_that_changed_since_its_run_is_not_pushed(run_script, tmp_path):
     """The card has the scores of the weights that the run ended with."""
     weights = tmp_path / "tiny" / "model" / "model.safetensors"
@@ -228,3 +338,28 @@ def test_run_pushes_during_training_and_at_the_end(tiny_run, our_hub, run_script
     assert set(repository.files) == {name for name in exported if not name.endswith(".py")}, "native by default"
     assert json.loads(repository.files["config.json"])["model_type"] == "apertus"
     assert repository.files["tokenizer.json"] == exported["tokenizer.json"]
+
+
+@pytest.mark.slow
+def test_a_run_pushes_milestones_to_branches_also_what_an_earlier_session_did_not(
+    tiny_run, our_hub, run_script, tmp_path
+):
+    options = {"hub.push": "true", "hub.repo_id": "user/trained", "train.milestones": "[0.5k, 1k]"}
+    our_hub.failing_path, our_hub.fail_with = "/branch/", 500
+    assert run_script("train.py", *tiny_run(**options, train__max_steps=3)).status == 0
+    assert not our_hub.repositories["user/trained"].branches
+    our_hub.fail_with = None
+    more = {"train.resume": "latest", "train.max_steps": 5}
+    assert run_script("train.py", *tiny_run(**options, **more)).status == 0
+    repository = our_hub.repositories["user/trained"]
+    assert {name: branch.commits for name, branch in repository.branches.items()} == {
+        "chck_0.5k_tokens": ["chck_0.5k_tokens, exported before"],
+        "chck_1k_tokens": ["chck_1k_tokens: step 4, 1,024 tokens"],
+    }
+    folders = tmp_path / "runs" / "tiny" / "milestones"
+    for name, branch in repository.branches.items():
+        assert branch.files == contents(folders / name)
+        assert f'revision="{name}")' in branch.files["README.md"].decode()
+    again = {"train.resume": "latest", "train.max_steps": 6}
+    assert run_script("train.py", *tiny_run(**options, **again)).status == 0
+    assert [len(branch.commits) for branch in repository.branches.values()] == [1, 1], "once each"

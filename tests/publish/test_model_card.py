@@ -137,7 +137,9 @@ def test_only_the_example_repository_is_renamed(tiny_config, tmp_path):
 def test_card_says_which_weights_training_began_with(tiny_config, revision, sentence, base_model):
     init_from = {"name": "user/small", "revision": revision, "sha256": "0123456789abcdef" * 4}
     card = card_of(tiny_config, SUMMARY | {"init_from": init_from})
-    assert sentence in card and ModelCard(card).data.get("base_model") == base_model
+    data = ModelCard(card).data
+    assert sentence in card and data.get("base_model") == base_model
+    assert data.get("base_model_relation") == (base_model and "finetune")
     assert "trained from scratch on" in card_of(tiny_config, SUMMARY)
 
 

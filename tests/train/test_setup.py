@@ -14,7 +14,6 @@ from accelerate import Accelerator
 from faults import rewrite_manifest
 
 from hfgolf.config.parse import load_config
-from hfgolf.config.sections import HubSection
 from hfgolf.data.batches import Segments, block_starts, part_starts, sample_hash
 from hfgolf.hooks import push, standard_hooks
 from hfgolf.system.errors import UserError
@@ -158,7 +157,7 @@ def test_samples_and_pushes_use_the_exported_weights(build, monkeypatch, is_aver
     monkeypatch.setattr(push, "export_model", look)
     monkeypatch.setattr(push.HubPusher, "push_later", lambda *arguments: None)
     validation.write_sample(run)
-    push.Push(HubSection(push=True, repo_id="user/name", every_steps=1)).after_step(run, None)
+    push.Push(1, push.HubPusher("user/name", private=False)).after_step(run, None)
     assert seen == [True, True]
     assert torch.equal(weight, initial + 1)
 

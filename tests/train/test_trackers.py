@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -302,3 +303,27 @@ def test_hooks_use_all_kinds_of_trackers_through_the_accelerator(tiny_run, monke
 def test_unknown_tracker_is_named(run, tiny_run):
     with pytest.raises(UserError, match=r"track.trackers: wndb is not a tracker; available here: .*wandb"):
         run(tiny_run(track__trackers="[wndb]"))
+
+
+def test_findings_of_the_doctor_are_alerts_where_a_tracker_has_them():
+    """trackio has; one without, or an old trackio, gets the event alone, and none is dropped for it."""
+    told: list[dict[str, Any]] = []
+    kinds = {
+        "trackio": {"alert": lambda **alert: told.append(alert)},
+        "old trackio": {},
+        "wandb": {"alert": told.append},
+    }
+    guards = []
+    for kind, methods in kinds.items():
+        stand_in: Any = MagicMock()
+        stand_in.name, stand_in.tracker = kind.split()[-1], types.SimpleNamespace(**methods)
+        guards.append(trackers.Guard(kind, lambda stand_in=stand_in: stand_in))
+    accelerator = types.SimpleNamespace(trackers=guards, log=lambda values, step: None)
+    finding = {"step": 7, "event": "finding", "symptom": "a spike", "saw": f"password='{'x' * 9}'", "causes": ["one"]}
+    hook = trackers.Trackers([])
+    for line in (finding, finding | {"event": "stopped"}):
+        hook.logged(types.SimpleNamespace(accelerator=accelerator), line)
+    for guard in guards:
+        guard.finish()
+    assert told == [{"title": "doctor: a spike", "text": "password='[redacted]'; most likely one", "step": 7}]
+    assert not any(guard._is_dropped for guard in guards)
