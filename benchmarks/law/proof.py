@@ -1,23 +1,32 @@
 """Does the autopilot choose well? In a folder of its own, on a quiet machine, and then with a process per core:
 
-    python benchmarks/law/proof.py --texts a.txt b.txt --minutes 1 3 10
+    python benchmarks/law/proof.py --texts prose200k hfgolf1m packages20m --minutes 1 3 10
     python benchmarks/law/proof.py --train 1 2
 
-The first command lets `hfgolf train TEXT --minutes N` choose, and times a step of the choice and of a grid of twelve
-around it: two thirds and one and a half of its width, the next vocabularies, alone and together, with the rates that
-go with them; both rates times 0.7 and 1.4; other dropout; six tenths of the steps. And of configs/small.yaml, and of a
-longer training if the choice ends before the minutes do. Each gets as many steps as the minutes have. The second
-command trains them, one thread each, adds a row for each to proof.jsonl beside this file, and prints how far they are
-from the choice, in nats per byte and per token of the choice.
+The first command writes each text, lets `hfgolf train TEXT --minutes N` choose, and times a step of the choice and of a
+grid of twelve around it: two thirds and one and a half of its width, the next vocabularies, alone and together, with
+the rates that go with them; both rates times 0.7 and 1.4; other dropout; six tenths of the steps. And of
+configs/small.yaml, and of a longer training if the choice ends before the minutes do. Each gets as many steps as the
+minutes have. The second command trains them, one thread each, adds a row for each to proof.jsonl beside this file, and
+prints how far they are from the choice, in nats per byte and per token of the choice. A row has the start of its text's
+sha256, and the machine that chose; older rows, of texts that were not kept, have neither.
 """
 
 from __future__ import annotations
 
 import argparse
+import gzip
+import hashlib
+import io
 import itertools
 import json
 import math
+import re
+import subprocess
+import tarfile
 import tempfile
+import unicodedata
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +34,7 @@ import torch
 
 from hfgolf import api
 from hfgolf.config.parse import AUTOPILOT, load_config
+from hfgolf.system.hardware import device_name
 from hfgolf.train.autopilot import EVALUATIONS, SHARE_OF_STEPS, VOCABULARIES, choose, seconds_per_step
 from hfgolf.train.decisions import decide
 from hfgolf.train.law import heads_of, layers_of, rates_of
@@ -38,11 +48,11 @@ RECORDED = tuple(key for key in AUTOPILOT if key != "train.eval_every_steps")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--texts", nargs="+", type=Path, help="choose and time for these")
+    parser.add_argument("--texts", nargs="+", choices=TEXTS, default=[], help="write these, choose and time")
     parser.add_argument("--minutes", nargs="+", type=float, default=[1.0])
     parser.add_argument("--train", nargs="+", type=int, metavar="SEED", help="train what was chosen, with these seeds")
     arguments = parser.parse_args()
-    for text in arguments.texts or []:
+    for text in map(write_text, arguments.texts):
         for minutes in arguments.minutes:
             with JOBS.open("a") as file:
                 file.writelines(json.dumps(job) + "\n" for job in jobs_of(text, minutes))
@@ -58,8 +68,63 @@ def main() -> None:
             row = train(job, seed)
             with ROWS.open("a") as file:
                 file.write(json.dumps(row) + "\n")
-    for text, minutes in dict.fromkeys((row["text"], row["minutes"]) for row in rows(ROWS)):
-        report(text, minutes)
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in rows(ROWS):
+        of = row["text"], row.get("sha256"), row.get("machine"), f"{row['minutes']:g} min"
+        series.setdefault(", ".join(filter(None, of)), []).append(row)
+    for title, found in series.items():
+        report(title, found)
+
+
+def write_text(name: str) -> Path:
+    """Write a text and return its file, NAME-SHA256.txt, whose place no other text takes."""
+    content = TEXTS[name]().encode()
+    path = Path(f"{name}-{hashlib.sha256(content).hexdigest()[:12]}.txt")
+    path.write_bytes(content)
+    return path
+
+
+def german_prose() -> str:
+    """Return 200,000 characters of dpkg's German manual pages, each paragraph once: 1.21.22 in Debian 12.11."""
+    paths = sorted(Path("/usr/share/man/de/man1").glob("dpkg*.gz"))
+    pages = [gzip.decompress(path.read_bytes()).decode() for path in paths]
+    if not pages:
+        raise SystemExit("prose200k: no /usr/share/man/de/man1/dpkg*.gz; install dpkg-dev with German manual pages.")
+    text = "\n".join(dict.fromkeys(line for line in "\n".join(pages).split("\n") if line[:1] not in (".", "'")))
+    for pattern, plain in ROFF.items():
+        text = re.sub(pattern, plain, text)
+    return unicodedata.normalize("NFC", text)[:200_000]
+
+
+def own_source() -> str:
+    """Return the first million characters of this project's Python files at COMMIT."""
+    archive = ["git", "archive", COMMIT, "hfgolf", "tests"]
+    packed = subprocess.run(archive, cwd=Path(__file__).parent.parents[1], check=True, stdout=subprocess.PIPE).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as members:
+        files = sorted((member for member in members if member.name.endswith(".py")), key=lambda member: member.name)
+        texts = [found.read().decode() for file in files if (found := members.extractfile(file))]
+    return "\n".join(texts)[:1_000_000]
+
+
+def package_source() -> str:
+    """Return 10 million characters of the Python files of torch, and as many of those of transformers."""
+    texts = []
+    for package in ("torch", "transformers"):
+        files = sorted(Path(str(distribution(package).locate_file(package))).rglob("*.py"))
+        texts.append("\n".join(path.read_text() for path in files)[:10_000_000])
+    return "\n".join(texts)
+
+
+TEXTS = {"prose200k": german_prose, "hfgolf1m": own_source, "packages20m": package_source}
+COMMIT = "c1c7913c"
+ROFF = {
+    r"\\\(:(.)": "\\1\u0308",
+    r"\\\(ss": "ß",
+    r"\\\([BFblcro][qco]": '"',
+    r"\\(f\(..|f.|s[+-]?\d|\*\(..|[&|])": "",
+    r"\\(-|\\)": r"\1",
+}
+"""What manual pages write for characters, and for fonts."""
 
 
 def neighbors(chosen: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -121,7 +186,7 @@ def jobs_of(text: Path, minutes: float) -> list[dict[str, Any]]:
         if (most := values["train.max_tokens"]) is not None:
             steps = min(steps, round(most / config.batch.tokens_per_step))
         others = {SHORTER: round(0.6 * steps), LONGER: min(whole, round(steps / 0.6))}
-        job = {"text": str(text), "minutes": minutes, "name": name, "seconds": seconds}
+        job = {"text": str(text), "minutes": minutes, "name": name, "machine": device_name(device), "seconds": seconds}
         jobs.append(job | {"values": values | {"train.max_tokens": None, "train.max_steps": others.get(name, steps)}})
     return jobs
 
@@ -142,25 +207,25 @@ def train(job: dict[str, Any], seed: int) -> dict[str, Any]:
         }
         summary = api.train(load_config([job["text"]], values=stated))
     reached = {"seed": seed, "bits_per_byte": summary["val_bits_per_byte"], "val_loss": summary["val_loss"]}
-    return job | reached | {"text": Path(job["text"]).stem}
+    text, sha256 = Path(job["text"]).stem.split("-")
+    return job | reached | {"text": text, "sha256": sha256}
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def report(text: str, minutes: float) -> None:
+def report(title: str, runs: list[dict[str, Any]]) -> None:
     """Print the means over the seeds, best first."""
     found: dict[str, list[float]] = {}
     nats_per_bit = 0.0
-    for row in rows(ROWS):
-        if (row["text"], row["minutes"]) == (text, minutes):
-            found.setdefault(row["name"], []).append(row["bits_per_byte"])
-            if row["name"] == CHOICE:
-                nats_per_bit = row["val_loss"] / row["bits_per_byte"]
+    for row in runs:
+        found.setdefault(row["name"], []).append(row["bits_per_byte"])
+        if row["name"] == CHOICE:
+            nats_per_bit = row["val_loss"] / row["bits_per_byte"]
     means = {name: sum(values) / len(values) for name, values in found.items()}
     chosen = means.get(CHOICE, math.nan)
-    print(f"{text}, {minutes:g} min: {chosen:.4f} bits per byte")
+    print(f"{title}: {chosen:.4f} bits per byte")
     for name, mean in sorted(means.items(), key=lambda item: item[1]):
         bits, seeds = mean - chosen, len(found[name])
         print(
