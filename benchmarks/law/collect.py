@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import argparse
 import ast
-import json
 import random
 import re
 import shutil
+import sys
 import sysconfig
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from pydoc_data.topics import topics
-
-import torch
 
 from hfgolf import api
 from hfgolf.config.parse import load_config
 from hfgolf.run.metrics import read_rows
 from hfgolf.train.autopilot import density
 from hfgolf.train.law import Shape, heads_of, layers_of, rates_of
+
+sys.path.append(str(Path(__file__).parents[1]))
+from jobs import do_unclaimed, rows_of
 
 RUNS = Path(__file__).parent / "runs.jsonl"
 CELLS = """
@@ -81,19 +83,11 @@ def main() -> None:
     parser.add_argument("--shakespeare", type=Path, required=True, help="the text tinyshakespeare")
     parser.add_argument("--folder", type=Path, default=Path("law"), help="for the texts and the runs (law)")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    claims = arguments.folder / "claims"
-    claims.mkdir(parents=True, exist_ok=True)
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     write_texts(arguments.folder, arguments.shakespeare)
-    done = {json.loads(line)["name"] for line in RUNS.read_text().splitlines()} if RUNS.exists() else set()
-    for cell in cells():
-        try:
-            (claims / cell.name).touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        if cell.name not in done:
-            with RUNS.open("a") as file:
-                file.write(json.dumps(train(cell, arguments.folder)) + "\n")
+    done = {row["name"] for row in rows_of(RUNS)}
+    jobs = ((cell.name, partial(train, cell, arguments.folder)) for cell in cells() if cell.name not in done)
+    do_unclaimed(jobs, arguments.folder / "claims", RUNS)
 
 
 def cells() -> Iterator[Cell]:

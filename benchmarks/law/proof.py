@@ -23,9 +23,11 @@ import json
 import math
 import re
 import subprocess
+import sys
 import tarfile
 import tempfile
 import unicodedata
+from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
@@ -40,8 +42,11 @@ from hfgolf.train.decisions import decide
 from hfgolf.train.law import heads_of, layers_of, rates_of
 from hfgolf.train.process import processes, share_of_cores, tune_memory
 
+sys.path.append(str(Path(__file__).parents[1]))
+from jobs import do_unclaimed, rows_of
+
 ROWS = Path(__file__).parent / "proof.jsonl"
-JOBS, CLAIMS = Path("proof_jobs.jsonl"), Path("proof_claims")
+JOBS = Path("proof_jobs.jsonl")
 CHOICE, SMALL, SHORTER, LONGER = "choice", "small", "shorter", "longer"
 RECORDED = tuple(key for key in AUTOPILOT if key != "train.eval_every_steps")
 
@@ -57,19 +62,13 @@ def main() -> None:
             with JOBS.open("a") as file:
                 file.writelines(json.dumps(job) + "\n" for job in jobs_of(text, minutes))
     if arguments.train:
-        torch.set_num_threads(1)
-        CLAIMS.mkdir(exist_ok=True)
-        for seed, job in itertools.product(arguments.train, rows(JOBS)):
-            name = f"{Path(job['text']).stem}-{job['minutes']:g}-{job['name']}-{seed}"
-            try:
-                (CLAIMS / name).touch(exist_ok=False)
-            except FileExistsError:
-                continue
-            row = train(job, seed)
-            with ROWS.open("a") as file:
-                file.write(json.dumps(row) + "\n")
+        jobs = (
+            (f"{Path(job['text']).stem}-{job['minutes']:g}-{job['name']}-{seed}", partial(train, job, seed))
+            for seed, job in itertools.product(arguments.train, rows_of(JOBS))
+        )
+        do_unclaimed(jobs, Path("proof_claims"), ROWS)
     series: dict[str, list[dict[str, Any]]] = {}
-    for row in rows(ROWS):
+    for row in rows_of(ROWS):
         of = row["text"], row.get("sha256"), row.get("machine"), f"{row['minutes']:g} min"
         series.setdefault(", ".join(filter(None, of)), []).append(row)
     for title, found in series.items():
@@ -209,10 +208,6 @@ def train(job: dict[str, Any], seed: int) -> dict[str, Any]:
     reached = {"seed": seed, "bits_per_byte": summary["val_bits_per_byte"], "val_loss": summary["val_loss"]}
     text, sha256 = Path(job["text"]).stem.split("-")
     return job | reached | {"text": text, "sha256": sha256}
-
-
-def rows(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def report(title: str, runs: list[dict[str, Any]]) -> None:

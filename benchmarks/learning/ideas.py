@@ -15,8 +15,10 @@ import argparse
 import itertools
 import json
 import math
+import sys
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,9 @@ import hfgolf
 from hfgolf import api
 from hfgolf.compare.statistics import equivalence, paired_difference
 from hfgolf.config.parse import load_config
+
+sys.path.append(str(Path(__file__).parents[1]))
+from jobs import do_unclaimed
 
 ROWS, CLAIMS = Path(__file__).parent / "ideas.jsonl", Path("ideas_claims")
 MARGIN = 0.005
@@ -212,16 +217,13 @@ def main() -> None:
     parser.add_argument("--ideas", nargs="+", choices=IDEAS, default=list(IDEAS), metavar="IDEA")
     parser.add_argument("--seeds", nargs="+", type=int, default=[])
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    CLAIMS.mkdir(exist_ok=True)
-    for seed, idea, task in itertools.product(arguments.seeds, arguments.ideas, arguments.tasks):
-        try:
-            (CLAIMS / f"{task}-{idea}-{seed}").touch(exist_ok=False)
-        except FileExistsError:
-            continue
-        row = {"task": task, "idea": idea, "seed": seed, "val_loss": train(task, idea, seed, arguments.shakespeare)}
-        with ROWS.open("a") as file:
-            file.write(json.dumps(row) + "\n")
+
+    def row(task: str, idea: str, seed: int) -> dict[str, Any]:
+        return {"task": task, "idea": idea, "seed": seed, "val_loss": train(task, idea, seed, arguments.shakespeare)}
+
+    jobs = itertools.product(arguments.seeds, arguments.ideas, arguments.tasks)
+    named = ((f"{task}-{idea}-{seed}", partial(row, task, idea, seed)) for seed, idea, task in jobs)
+    do_unclaimed(named, CLAIMS, ROWS)
     for task in arguments.tasks:
         report(task)
 
