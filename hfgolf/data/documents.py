@@ -22,6 +22,7 @@ from typing import Any
 
 from hfgolf.config.sections import DataSection
 from hfgolf.data.archives import DECOMPRESSED, Opener, members_of, unreadable
+from hfgolf.data.exports import current_branch
 from hfgolf.data.files import (
     ARCHIVES,
     FIRST_TEXTS,
@@ -383,7 +384,7 @@ def _read_ids(ids: list[Any]) -> list[int]:
 def _read_messages(row: list[Any] | Answer) -> Messages:
     """Return OpenAI's {"role", "content", "weight"} or ShareGPT's {"from", "value", "weight"} in OpenAI's form."""
     if isinstance(row, Answer):
-        return _read_answer(row)
+        return current_branch(row) if "current_node" in row else _read_answer(row)
     return [_read_message(number, message) for number, message in enumerate(row)]
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hfgolf.data.exports import chats_as_text
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import count_of, join_words, one_line, shortened
 
@@ -44,6 +45,7 @@ _BEFORE = {
     "output": ("system", "instruction", "input"),
     "response": ("system", "prompt", "instruction", "context"),
     "answer": ("system", "question"),
+    "mapping": ("current_node",),  # of ChatGPT's export
 }
 """Columns of what is said before an answer, by the answer's: those of a table make a conversation with it."""
 
@@ -141,6 +143,8 @@ def _unwrapped(objects: _JsonObjects, path: Path, column: Column) -> tuple[bool,
     is_table = len(begin) > 1 or objects.is_array
     if len(begin) == 1 and column.find(begin[0][1]) is None:
         line, value = begin[0]
+        if (column.key, column.name) == ("text_column", "text") and (chats := chats_as_text(value)):
+            return True, ((line, {column.name: chat}) for chat in chats)
         lists = {name: rows for name, rows in value.items() if isinstance(rows, list) and rows}
         lists = {name: rows for name, rows in lists.items() if all(isinstance(row, dict) for row in rows)}
         found = [name for name, rows in lists.items() if any(column.find(row) for row in rows)]
@@ -439,7 +443,9 @@ def other_keys(names: Iterable[str]) -> str:
     """Return which key is for columns whose names are usual for conversations or token ids, as the end of a message."""
     names = [*names]
     keys = {name: _KEYS[name] for name in names if name in _KEYS}
-    keys |= {name: "messages" for name, before in _BEFORE.items() if name in names and {*before[1:]} & {*names}}
+    keys |= {
+        name: "messages" for name, before in _BEFORE.items() if name in names and {*before} - {"system"} & {*names}
+    }
     return "".join(f"; or data.{key}_column to {name}" for name, key in keys.items())
 
 

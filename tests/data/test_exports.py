@@ -1,0 +1,117 @@
+"""Chats as the apps export them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from test_corpus import fails
+
+from hfgolf.config.sections import DataSection
+from hfgolf.data.corpus import load_corpus
+
+TELEGRAM: dict[str, Any] = {
+    "name": "Ada",
+    "type": "personal_chat",
+    "id": 1,
+    "messages": [
+        {"id": 1, "type": "service", "date": "2025-01-01T10:00:00", "actor": "Ada", "action": "pin", "text": ""},
+        {"id": 2, "type": "message", "date": "2025-01-01T10:01:00", "from": "Ada", "text": "Hello,\nBob"},
+        {"id": 3, "type": "message", "date": "2025-01-01T10:02:00", "from": "Bob", "photo": "1.jpg", "text": ""},
+        {
+            "id": 4,
+            "type": "message",
+            "date": "2025-01-01T10:03:00",
+            "from": None,
+            "text": ["see ", {"type": "link", "text": "https://example.org"}, "!"],
+        },
+    ],
+}
+TELEGRAM_TEXT = "Ada: Hello,\nBob\nDeleted Account: see https://example.org!"
+
+
+def said(number: int, text: str, **changes: object) -> dict[str, object]:
+    start = {"id": str(number), "type": "Default", "timestamp": "2025-01-01T10:00:00+00:00", "content": text}
+    return start | {"author": {"id": "5", "name": "ada", "isBot": False}, "attachments": []} | changes
+
+
+DISCORD = {
+    "guild": {"id": "1", "name": "g"},
+    "channel": {"id": "2", "name": "c"},
+    "messages": [said(1, "one"), said(2, ""), said(3, "Joined.", type="GuildMemberJoin"), said(4, "two", type="Reply")],
+    "messageCount": 4,
+}
+
+
+def documents(value: object, tmp_path, **settings: str) -> list[Any]:
+    (tmp_path / "a.json").write_text(json.dumps(value, indent=1))
+    data = DataSection(source="files", files=[str(tmp_path / "a.json")], cache_dir=str(tmp_path), **settings)
+    contents = [content for _, _, content in load_corpus(data)._documents(tmp_path)]
+    return contents if settings.get("messages_column") else ["".join(content) for content in contents]
+
+
+@pytest.mark.parametrize(
+    ("export", "texts"),
+    [
+        (TELEGRAM, [TELEGRAM_TEXT]),
+        ({"about": "a", "chats": {"about": "b", "list": [TELEGRAM, {"messages": []}, TELEGRAM]}}, [TELEGRAM_TEXT] * 2),
+        (DISCORD, ["ada: one\nada: two"]),
+    ],
+)
+def test_chat_of_an_export_is_one_document_with_its_speakers(tmp_path, export, texts):
+    assert documents(export, tmp_path) == texts
+
+
+def test_only_what_an_app_writes_is_its_export(tmp_path):
+    rows = [message | {"id": str(message["id"]), "text": "one"} for message in TELEGRAM["messages"]]
+    assert documents({"messages": rows}, tmp_path) == ["one"] * 4
+    assert documents(DISCORD, tmp_path, text_column="content") == ["one", "Joined.", "two"]
+
+
+def node(parent: str | None, role: str = "", *parts: object, **changes: object) -> dict[str, object]:
+    message = {"author": {"role": role}, "content": {"content_type": "text", "parts": [*parts]}, "recipient": "all"}
+    return {"parent": parent, "message": message | changes if role else None}
+
+
+MAPPING = {
+    "root": node(None),
+    "system": node("root", "system", ""),
+    "profile": node("system", "user", "I am Ada.", metadata={"is_visually_hidden_from_conversation": True}),
+    "question": node("profile", "user", "How many?"),
+    "older": node("question", "assistant", "Two."),
+    "think": node("question", "assistant", content={"content_type": "thoughts", "thoughts": []}),
+    "first": node("think", "assistant", "I count."),
+    "call": node("first", "assistant", "count()", recipient="python"),
+    "tool": node("call", "tool", "3"),
+    "second": node("tool", "assistant", "Three."),
+}
+
+
+def test_messages_of_chatgpt_are_the_branch_that_it_shows(tmp_path):
+    export = [{"title": "a", "mapping": MAPPING, "current_node": "second"}]
+    asked = {"role": "user", "content": "How many?"}
+    assert documents(export, tmp_path, messages_column="mapping") == [
+        [asked, {"role": "assistant", "content": "I count.\n\nThree."}]
+    ]
+    export[0]["current_node"] = "older"
+    assert documents(export, tmp_path, messages_column="mapping") == [[asked, {"role": "assistant", "content": "Two."}]]
+    picture = node("second", "user", {"asset_pointer": "a"}, content={"content_type": "multimodal_text", "parts": []})
+    export = [{"mapping": MAPPING | {"picture": picture}, "current_node": "picture"}]
+    assert documents(export, tmp_path, messages_column="mapping") == []
+
+
+def test_export_of_chatgpt_says_which_key_it_needs(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([{"title": "a", "mapping": MAPPING, "current_node": "second"}]))
+    data = DataSection(source="files", files=[str(tmp_path / "a.json")], cache_dir=str(tmp_path))
+    assert "; or data.messages_column to mapping." in fails(data, tmp_path)
+
+
+@pytest.mark.parametrize("last", ["lost", "a", 7])
+def test_tree_that_is_not_chatgpts_is_one_line(tmp_path, last):
+    circle = {"a": node("b", "user", "one"), "b": node("a", "assistant", "two")}
+    (tmp_path / "a.json").write_text(json.dumps([{"mapping": circle, "current_node": last}]))
+    data = DataSection(source="files", files=[str(tmp_path / "a.json")], cache_dir=str(tmp_path))
+    problem = fails(data.replace(messages_column="mapping"), tmp_path)
+    assert problem.endswith("row 0 (line 1): 'mapping' does not lead from current_node to a first message, as in"
+                            " ChatGPT's export.")  # fmt: skip
