@@ -155,7 +155,9 @@ def repetitive(name: str) -> str:
 
 
 TEXTS: dict[str, Callable[[], str]] = {
-    **{"prose200k": german_prose, "hfgolf1m": own_source, "packages20m": package_source},
+    "prose200k": german_prose,
+    "hfgolf1m": own_source,
+    "packages20m": package_source,
     **{name: partial(repetitive, name) for name in ("log3m", "numbers1m", "json2m")},
 }
 COMMIT = "c1c7913c"
