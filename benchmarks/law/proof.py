@@ -21,12 +21,15 @@ import io
 import itertools
 import json
 import math
+import random
 import re
 import subprocess
 import sys
 import tarfile
 import tempfile
 import unicodedata
+from collections.abc import Callable
+from datetime import datetime, timedelta
 from functools import partial
 from importlib.metadata import distribution
 from pathlib import Path
@@ -114,7 +117,49 @@ def package_source() -> str:
     return "\n".join(texts)
 
 
-TEXTS = {"prose200k": german_prose, "hfgolf1m": own_source, "packages20m": package_source}
+def repetitive(name: str) -> str:
+    """Return text that a program wrote: the log of a server, a table of measurements, or rows of JSON."""
+    rng, people = random.Random(1), ["Anna", "Ben", "Carla", "David", "Eva", "Felix", "Greta", "Hugo"]
+    words = ["red", "blue", "shoes", "lamp", "table", "chair", "book", "phone", "cable", "garden", "window", "paint"]
+    paths = "/ /index.html /login /api/items /api/items/%d /static/app.js /static/style.css /favicon.ico /search?q=%s"
+    chrome = (
+        "Mozilla/5.0 (Windows NT 10.0; Win64; x64) AppleWebKit/537.36 (KHTML, like Gecko) Chrome/128.0 Safari/537.36"
+    )
+    agents = ["Mozilla/5.0 (X11; Linux x86_64) Gecko/20100101 Firefox/130.0", chrome, "curl/8.5.0"]
+    time, size = datetime(2026, 3, 1), 0
+    log, table, values = list[str](), ["time,temperature,pressure,voltage\n"], [20.0, 1000.0]
+    while size < 3_000_000:
+        time += timedelta(seconds=rng.expovariate(1))
+        path = rng.choices(paths.split(), [9, 5, 3, 6, 8, 9, 7, 4, 5])[0]
+        path = path.replace("%d", str(rng.randrange(500))) if "%d" in path else path
+        path = path.replace("%s", rng.choice(words)) if "%s" in path else path
+        address = f"10.{rng.randrange(4)}.{rng.randrange(256)}.{rng.randrange(256)}"
+        request = f"{rng.choices(['GET', 'POST'], [9, 1])[0]} {path} HTTP/1.1"
+        status = f"{rng.choices([200, 304, 404, 500], [80, 15, 4, 1])[0]} {rng.randrange(200, 20000)}"
+        line = f'{address} - - [{time:%d/%b/%Y:%H:%M:%S} +0000] "{request}" {status} "-" "{rng.choice(agents)}"\n'
+        log.append(line)
+        size += len(line)
+    for minute in range(60_000):
+        values = [values[0] + rng.gauss(0, 0.1), values[1] + rng.gauss(0, 0.3)]
+        table.append(f"{minute * 60},{values[0]:.2f},{values[1]:.1f},{230 + rng.gauss(0, 1):.2f}\n")
+    if name != "json2m":
+        return "".join(log if name == "log3m" else table)
+
+    def row(number: int) -> dict[str, Any]:
+        person = {"id": number, "name": rng.choice(people), "email": f"user{rng.randrange(10**5)}@example.com"}
+        person |= {"active": rng.random() < 0.7, "score": round(rng.random() * 100, 2), "tags": rng.sample(words, 3)}
+        street = f"{rng.choice(words).title()} Street {rng.randrange(1, 200)}"
+        return person | {"address": {"street": street, "zip": f"{rng.randrange(10000, 99999)}"}}
+
+    return "\n".join(json.dumps(row(number)) for number in range(10_000))
+
+
+TEXTS: dict[str, Callable[[], str]] = {
+    "prose200k": german_prose,
+    "hfgolf1m": own_source,
+    "packages20m": package_source,
+    **{name: partial(repetitive, name) for name in ("log3m", "numbers1m", "json2m")},
+}
 COMMIT = "c1c7913c"
 ROFF = {
     r"\\\(:(.)": "\\1\u0308",

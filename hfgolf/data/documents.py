@@ -384,7 +384,7 @@ def _read_ids(ids: list[Any]) -> list[int]:
 def _read_messages(row: list[Any] | Answer) -> Messages:
     """Return OpenAI's {"role", "content", "weight"} or ShareGPT's {"from", "value", "weight"} in OpenAI's form."""
     if isinstance(row, Answer):
-        return current_branch(row) if "current_node" in row else _read_answer(row)
+        return _read_messages(current_branch(row)) if "current_node" in row else _read_answer(row)
     return [_read_message(number, message) for number, message in enumerate(row)]
 
 

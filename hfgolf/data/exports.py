@@ -41,7 +41,7 @@ def _line(message: Any) -> str:
 def current_branch(conversation: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return what the user and ChatGPT say in a conversation as it is shown last, of its columns mapping, current_node.
 
-    Tools, and what is said to them, are left out; a conversation with pictures or sounds is [].
+    Thoughts, tools and what is said to them are left out; a conversation with pictures or sounds is [].
     Raises ValueError if the columns are not ChatGPT's.
     """
     messages: list[dict[str, Any]] = []
@@ -57,9 +57,9 @@ def current_branch(conversation: Mapping[str, Any]) -> list[dict[str, Any]]:
                     continue
                 case {
                     "author": {"role": "user" | "assistant" as role},
-                    "content": {"content_type": "text", "parts": [str(text)]},
+                    "content": {"content_type": "text", "parts": parts},
                     **rest,
-                } if text and rest.get("recipient", "all") == "all":
+                } if (text := "".join(parts)) and rest.get("recipient", "all") == "all":
                     if messages and messages[-1]["role"] == role:
                         messages[-1]["content"] = f"{text}\n\n{messages[-1]['content']}"
                     else:

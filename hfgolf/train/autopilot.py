@@ -140,7 +140,7 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Ch
         longer = config.replace(train__max_minutes=times * minutes)
         others[name] = _best(_choices(longer, open_keys, text, speed, sizes, num_processes))
     seconds = speed.seconds(best.shape, best.tokens_per_step)
-    return Chosen(_values(config, best, open_keys), _described(best, others), best.tokens_per_step / seconds)
+    return Chosen(_values(config, best, open_keys), _described(best, others, text), best.tokens_per_step / seconds)
 
 
 def _best(choices: Iterable[Choice]) -> Choice:
@@ -168,7 +168,7 @@ def measure_text(config: RunConfig, open_keys: set[str]) -> Text:
         found_density = pool.submit(density, "".join(sample))
         is_bytes = num_bytes < FEW_BYTES or config.tokenizer.kind == "byte"
         ratios = _tokens_per_byte(config, blocks, sample, "tokenizer.vocab_size" in open_keys, is_bytes)
-    return Text(num_bytes, found_density.result(), ratios)
+    return Text(num_bytes, found_density.result(), ratios).without_idle_entries()
 
 
 def _tokens_per_byte(
@@ -335,7 +335,7 @@ def _median_seconds(work: Callable[[], None], device: torch.device) -> float:
     return statistics.median(seconds() for _ in range(times))
 
 
-def _described(best: Choice, others: Mapping[str, Choice]) -> list[str]:
+def _described(best: Choice, others: Mapping[str, Choice], text: Text) -> list[str]:
     """Return three lines: what was chosen, with what the law expects of it; what else there was; how to change it.
 
     others: {what is different: the best choice with it}.
@@ -350,7 +350,8 @@ def _described(best: Choice, others: Mapping[str, Choice]) -> list[str]:
         for name, other in others.items()
         if max(other.bits_per_byte, best.bits_per_byte) < math.inf
     ]
-    instead = [labeled("instead", f"{', '.join(found)} (bits per byte; the law is off by 2%)")] if found else []
+    known = f"the law knows no text so {text.strange}" if text.strange else "the law is off by 2%"
+    instead = [labeled("instead", f"{', '.join(found)} (bits per byte; {known})")] if found else []
     return [
         labeled("chosen", f"{what}; about {length}"),
         *instead,

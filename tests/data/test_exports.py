@@ -81,7 +81,7 @@ MAPPING = {
     "question": node("profile", "user", "How many?"),
     "older": node("question", "assistant", "Two."),
     "think": node("question", "assistant", content={"content_type": "thoughts", "thoughts": []}),
-    "first": node("think", "assistant", "I count."),
+    "first": node("think", "assistant", "I ", "count."),
     "call": node("first", "assistant", "count()", recipient="python"),
     "tool": node("call", "tool", "3"),
     "second": node("tool", "assistant", "Three."),
@@ -99,6 +99,13 @@ def test_messages_of_chatgpt_are_the_branch_that_it_shows(tmp_path):
     picture = node("second", "user", {"asset_pointer": "a"}, content={"content_type": "multimodal_text", "parts": []})
     export = [{"mapping": MAPPING | {"picture": picture}, "current_node": "picture"}]
     assert documents(export, tmp_path, messages_column="mapping") == []
+
+
+def test_half_a_character_of_chatgpt_is_one_line(tmp_path):
+    half = node("second", "user", "half \ud83d")
+    (tmp_path / "a.json").write_text(json.dumps([{"mapping": MAPPING | {"half": half}, "current_node": "half"}]))
+    data = DataSection(source="files", files=[str(tmp_path / "a.json")], cache_dir=str(tmp_path))
+    assert "holds half of a surrogate pair" in fails(data.replace(messages_column="mapping"), tmp_path)
 
 
 def test_export_of_chatgpt_says_which_key_it_needs(tmp_path):

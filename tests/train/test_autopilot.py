@@ -43,6 +43,7 @@ def test_minutes_choose_what_nobody_states(text, hfgolf):
     lines = {line.partition(" ")[0]: line for line in (said.out + said.err).splitlines()}
     assert "of width 64" in lines["chosen"] and "million" not in lines["chosen"]
     assert "half the time" in lines["instead"] and "width" not in lines["instead"]
+    assert lines["instead"].endswith("(bits per byte; the law knows no text so short)")
     config = saved()
     assert config["model.hidden_size"] == 64 and config["optim.learning_rate"] == 0.015
     assert config["train.max_steps"] is None and config["train.max_minutes"] == 0.03

@@ -6,6 +6,7 @@ import itertools
 import json
 import runpy
 import statistics
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,20 @@ def test_more_of_anything_helps_until_a_text_is_used_up():
     little = Text(2e5, 2.4, {4096: 0.33})
     assert bits_per_byte(little, large, 1e7, 4096) > bits_per_byte(little, large, 1e6, 4096)
     assert bits_per_byte(little, Shape(512, 9, 4096, 0.2), 1e7, 4096) < bits_per_byte(little, large, 1e7, 4096)
+
+
+def test_entries_that_hardly_shorten_a_repetitive_text_are_left_out():
+    numbers = Text(1.5e6, 1.48, {512: 0.605, 1024: 0.577, 2048: 0.567, 4096: 0.56})
+    assert numbers.strange == "repetitive" and [*numbers.without_idle_entries().tokens_per_byte] == [512]
+    prose = Text(4e5, 1.5, {512: 0.459, 1024: 0.322, 2048: 0.253, 4096: 0.218})
+    assert prose.without_idle_entries() == prose
+    known = replace(numbers, density=1.7)
+    assert known.strange == "" and known.without_idle_entries() == known
+
+
+def test_each_text_of_the_law_is_as_it_knows_them(runs):
+    for (_, row), *_ in runs.values():
+        assert Text(row["train_bytes"], row["density"], {}).strange == ""
 
 
 @pytest.mark.parametrize("width", [100, 64, 250, 128, 160, 320, 1536])
