@@ -134,11 +134,14 @@ def allocate(
         if allocation == "sdclip":
             row_steps = row_rms
         elif allocation == "uniform":
-            # codes are eighths of an octave: spread the rows evenly over one of them, so that the size is smooth in D
-            spread = (rows_before + np.arange(len(weight))) * _GOLDEN % 1 - 0.5
-            row_steps = 2.0 ** (spread / CODES_PER_OCTAVE)
+            row_steps = np.ones(len(weight))
         elif allocation != "curvature":
             raise ValueError(f"allocation is {allocation!r}; it must be curvature, sdclip or uniform")
+        # Codes are eighths of an octave. Rows that share a step, such as those of tokens that never occur, are spread over
+        # one eighth; else all of them would change their code at the same D, and the size would jump there.
+        spread = (rows_before + np.arange(len(weight))) * _GOLDEN % 1 - 0.5
+        spread[np.unique(row_steps, return_index=True)[1]] = 0
+        row_steps = row_steps * 2.0 ** (spread / CODES_PER_OCTAVE)
         result[name] = UnitSteps(row_steps, column_codes, row_rms, scaled.max(axis=1), weight.shape[1])
         rows_before += len(weight)
     return result

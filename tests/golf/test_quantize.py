@@ -90,6 +90,20 @@ def test_predicted_bytes_match_the_entropy_of_gaussian_rows(two_matrices, alloca
     assert bits / 8 + side == pytest.approx(4000, rel=0.01)
 
 
+@pytest.mark.parametrize("allocation", ["curvature", "uniform"])
+def test_rows_that_share_a_step_change_their_codes_one_after_the_other(allocation):
+    """As those of tokens that never occur; else the size would jump, and budgets near the jump could not be filled."""
+    weights = {name: np.ones((500, 4), np.float32) for name in ("first", "second")}
+    curvature = {name: Curvature(np.eye(4), np.ones(500)) for name in weights}
+    plan = allocate(weights, allocation, curvature, None)
+    for octaves in np.linspace(-3, -2, 7):
+        before, after = (
+            np.concatenate([unit.row_codes(2 ** (octaves + more)) for unit in plan.values()]).astype(int)
+            for more in (0, 1 / 64)
+        )
+        assert (after - before).mean() == pytest.approx(8 / 64, abs=0.01)
+
+
 def test_outlier_makes_its_row_coarser_instead_of_being_clipped():
     weight = np.full((2, 50), 1e-3, dtype=np.float32)
     weight[1, 7] = 1e3
