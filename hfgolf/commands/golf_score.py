@@ -22,6 +22,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     arguments = parser.parse_args()
 
+    if (arguments.folder / "unpack.py").is_file():  # a model that only its own library can run
+        raise UserError(
+            f"{arguments.folder}: its program, unpack.py, reads the weights but scores nothing; use hfgolf evaluate"
+            f" {arguments.folder / 'model'} FILES."
+        )
+
     from hfgolf.golf.ledger import rescore_folder
     from hfgolf.train.console import quiet_libraries
 
