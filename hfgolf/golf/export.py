@@ -269,13 +269,14 @@ def _card(source: Source, ledger: Mapping[str, Any], folder: Path) -> str:
     size = next(file["bytes"] for file in ledger["files"] if file["name"] == ARTIFACT)
     is_golf = any(file["name"] == SCRIPT for file in ledger["files"])
     scored = "The program, run on these files alone, scores" if is_golf else "What the program decodes scores"
+    hashed = "weights in fp32" if is_golf else "state dict, as the program prints it"
     section = (
         "## How small it is\n\n"
         f"These weights come from an artifact of {size:,} bytes: rounded to integers times steps, and entropy-coded."
         f" With the program that decodes it, that is {ledger['totals'][ledger['count']]:,} bytes of a budget"
         f" of {ledger['budget_bytes']:,}. {scored} {after['bpb']:.4f} bits per"
         f" byte ({before['bpb']:.4f} before rounding) on {after['tokens']:,} tokens, {after['bytes']:,} bytes, in mode"
-        f" {after['mode']}. SHA-256 of the weights in fp32: `{ledger['weights_sha256']}`.\n\n"
+        f" {after['mode']}. SHA-256 of the {hashed}: `{ledger['weights_sha256']}`.\n\n"
     )
     before_training, heading, training = card.partition("## How it was trained")
     return f"{before_training.rstrip()}\n\n{section}{heading}{training}".rstrip() + "\n"
