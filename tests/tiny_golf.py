@@ -46,7 +46,7 @@ def encode_model(model: GolfForCausalLM) -> bytes:
             tensors[name] = round_nearest(weight, row_codes_of(np.full(len(weight), 0.2 * weight.std())))
         else:
             tensors[name] = weight
-    data = artifact.encode(config_differences(model.config), tensors, order).data
+    data = artifact.encode(artifact.config_header(config_differences(model.config)), tensors).data
     _, decoded = artifact.decode(data, {name: state[name].shape for name in order})
     with torch.no_grad():
         for name, tensor in decoded.items():

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from hfgolf.config.parse import load_config
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.grid import gaussian_bits, round_nearest
-from hfgolf.golf.quantize import allocate, has_grid, matrices, quantize_model
+from hfgolf.golf.quantize import allocate, matrices, quantize_model
 from hfgolf.golf.script import packed_script
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.system.durable import write_text
@@ -74,9 +74,8 @@ def measure() -> Iterator[tuple[str, float]]:
     yield "rows of matrices", sum(rows for rows, _ in shapes)
     yield "int8 and zlib 9, fresh weights", challenge_bytes(model)
     for std in (0.03, 0.25):
-        for name, parameter in model.named_parameters():
-            if has_grid(name, parameter):
-                nn.init.normal_(parameter, std=std)
+        for name in matrices(model):
+            nn.init.normal_(model.get_parameter(name), std=std)
         yield f"int8 and zlib 9, Gaussian of {std}", challenge_bytes(model)
     weights, encode, script_bytes = matrices(model), model_encoder(model), len(packed_script(model.config))
     plan = allocate(weights, "sdclip", {}, None)
@@ -84,7 +83,7 @@ def measure() -> Iterator[tuple[str, float]]:
         tensors = {name: round_nearest(weight, plan[name].row_codes(scale)) for name, weight in weights.items()}
         yield f"ours, D {scale}", len(encode(tensors).data)
     quantized = quantize_model(
-        model,
+        matrices(model),
         {},
         budget_bytes=BUDGET,
         overhead_bytes=script_bytes,

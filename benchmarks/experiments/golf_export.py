@@ -33,6 +33,7 @@ from hfgolf.golf.quantize import matrices, quantize_model
 from hfgolf.golf.script import packed_script
 from hfgolf.golf.source import Source, run_source
 from hfgolf.model.layers_golf import GolfNetwork
+from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.system.durable import write_text
 from hfgolf.train.console import quiet_libraries
 
@@ -102,6 +103,7 @@ def main() -> int:
     quiet_libraries()
     source = run_source(arguments.run)
     scorer = Scorer(source, arguments.tokens)
+    assert isinstance(source.model, GolfForCausalLM)
     weights, script_bytes = matrices(source.model), len(packed_script(source.model.config))
     rest = b"".join(
         one.numpy().astype(np.float16).tobytes() for name, one in scorer.state.items() if name not in weights
@@ -115,7 +117,7 @@ def main() -> int:
     for folder in arguments.exports:
         ledger = json.loads((folder / "ledger.json").read_text())
         coarse = quantize_model(
-            source.model,
+            weights,
             {},
             budget_bytes=ledger["budget_bytes"],
             overhead_bytes=script_bytes,

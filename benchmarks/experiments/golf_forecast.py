@@ -68,7 +68,7 @@ class Exporter:
     def export(self, num_bytes: int) -> tuple[QuantizedModel, float]:
         """Return the export that fits, and what its rounding is predicted to cost, in nats per token."""
         quantized = quantize_model(
-            self.model,
+            self.weights,
             self.curvature,
             budget_bytes=num_bytes,
             overhead_bytes=self.overhead_bytes,

@@ -2,8 +2,9 @@
 
 Writes the folder RUN/golf: artifact.bin (the weights), score.py (a program that scores them and needs only torch and
 numpy), the text it scores (tokens.bin, bytes.bin), ledger.json, table.json, certificate.json, and model/ with the same
-weights for AutoModelForCausalLM. The run's report.html then also shows where the bytes are. Exits with 1 if the bytes
-don't fit, the round trip differs or the certificate fails.
+weights for AutoModelForCausalLM. For an architecture other than Golf, unpack.py, which only reads the weights, replaces
+score.py. The run's report.html then also shows where the bytes are. Exits with 1 if the bytes don't fit, the round trip
+differs or the certificate fails.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def main() -> Answer:
     parser = ScriptParser(__doc__)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--run", type=Path, help="run folder, such as runs/small: its model, text and golf section")
-    source.add_argument("--model", help="Golf model: run, folder or Hub name; with --files and --calibration_files")
+    source.add_argument("--model", help="model: run, folder or Hub name; with --files and --calibration_files")
     parser.add_argument("--files", nargs="+", help="text to score: paths, folders, globs or URLs, as in data.files")
     parser.add_argument("--calibration_files", nargs="+", help="text of the kind that the model was trained on")
     parser.add_argument("--text_column", default="text", help="column of tables, as in data.text_column (text)")
@@ -52,7 +53,7 @@ def main() -> Answer:
     if output.exists() and not (output / "certificate.json").is_file():
         raise UserError(f"--output: {output} exists and no export wrote it; name a new folder.")
     for path in arguments.code_files:
-        if not path.is_file() or path.name in ("score.py", "artifact.bin"):
+        if not path.is_file() or path.name in ("score.py", "unpack.py", "artifact.bin"):
             raise UserError(f"--code_files: {path} is not a file, or has the name of one that the export writes.")
     check_output("--output", output.parent)
 
@@ -98,9 +99,11 @@ def _text(exported: Exported) -> str:
     before, after, seconds = (ledger[key] for key in ("before", "after", "seconds"))
     mode = after["mode"] if after["mode"] == "flat" else f"{after['mode']}, stride {after['stride']}"
     change, spent = after["bpb"] - before["bpb"], ", ".join(f"{step} {duration(s)}" for step, s in seconds.items())
+    is_golf = any(file["name"] == "score.py" for file in ledger["files"])
+    scorer = "by score.py on these files alone" if is_golf else "here, with the weights that unpack.py reads"
     rows = {
         "steps": f"D = {quantized.scale:.4g}, on average those of SDClip with k = {quantized.sdclip_k:.2f} at 6 bits",
-        "scored": f"by score.py on these files alone, {mode}, {after['tokens']:,} tokens, {after['bytes']:,} bytes",
+        "scored": f"{scorer}, {mode}, {after['tokens']:,} tokens, {after['bytes']:,} bytes",
         "bits per byte": f"{before['bpb']:.4f} before, {after['bpb']:.4f} after ({change:+.4f})",
         "time": f"{duration(sum(seconds.values()))}: {spent}",
         "folder": str(exported.folder),

@@ -18,6 +18,12 @@ def main() -> Answer:
     parser.add_argument("--stride", **bounded(1, 2**24, "tokens between windows, if they overlap"))
     arguments = parser.parse_args()
 
+    if (arguments.folder / "unpack.py").is_file():  # a model that only its own library can run
+        raise UserError(
+            f"{arguments.folder}: its program, unpack.py, reads the weights but scores nothing; use hfgolf evaluate"
+            f" {arguments.folder / 'model'} FILES."
+        )
+
     from hfgolf.golf.ledger import rescore_folder
     from hfgolf.train.console import quiet_libraries
 

@@ -5,15 +5,16 @@ Owns the format and writes it. decoder.py reads it, and ships. Does not know whi
 All numbers are little-endian:
 
 - 4 bytes magic "golf", 2 bytes version.
-- Four sections, each after 4 bytes with its length: the model config, as JSON of what differs from the defaults; the
-  histograms (zlib); the stream of the coder; the low bits of integers from 64 on.
+- Four sections, each after 4 bytes with its length: the header; the histograms (zlib); the stream of the coder; the low
+  bits of integers from 64 on.
 - 4 bytes CRC-32 of everything before them.
 
-There are no names and no shapes: the tensors are in the order of the model's state dict, whose shapes follow from the
-config. A matrix is its kind, its row codes and column codes (see grid.py), its row classes and column classes, and its
-integers. The sum of a row's class and a column's class chooses the histogram of a weight, so the coder knows which
-weights are small without being told the weights. Any other tensor is the bits of its values in fp16, rounded to 8
-significant bits. Everything goes through one coder, each kind of number with a histogram of its own.
+The header of a Golf model is its config, as JSON of what differs from the defaults. There are no names and no shapes
+then: the tensors are in the order of the model's state dict, whose shapes follow from the config. Of any other model,
+unpack.py describes the header. A matrix is its kind, its row codes and column codes (see grid.py), its row classes and
+column classes, and its integers. The sum of a row's class and a column's class chooses the histogram of a weight, so
+the coder knows which weights are small without being told the weights. Any other tensor is the bits of its values in
+fp16, rounded to 8 significant bits. Everything goes through one coder, each kind of number with a histogram of its own.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ from hfgolf.golf.decoder import (
     read_tensors,
 )
 from hfgolf.golf.grid import Quantized, entropy_bits
-from hfgolf.golf.quantize import has_grid
+from hfgolf.golf.quantize import stored
 from hfgolf.golf.script import config_differences
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
@@ -87,29 +88,30 @@ class Encoded:
 
 def model_encoder(model: GolfForCausalLM) -> Callable[[Mapping[str, Quantized]], Encoded]:
     """Return a function that encodes a model, given its matrices on their grids. The rest is what it is now."""
-    parameters = dict(model.named_parameters())  # in the order of the state dict, a shared tensor once
-    rest = {
-        name: parameter.detach().float().cpu().numpy()
-        for name, parameter in parameters.items()
-        if not has_grid(name, parameter)
-    }
-    config = config_differences(model.config)
-    return lambda tensors: encode(config, {**rest, **tensors}, list(parameters))
+    header = config_header(config_differences(model.config))
+    # in the order of the state dict, a shared tensor once
+    tensors = {name: stored(None, parameter) for name, parameter in model.named_parameters()}
+    return lambda on_grids: encode(header, {**tensors, **on_grids})
 
 
-def encode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], order: Sequence[str]) -> Encoded:
+def config_header(config: Mapping[str, Any]) -> bytes:
+    """Return the header of a Golf model. config: what differs from the defaults."""
+    return json.dumps(dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+
+def encode(header: bytes, tensors: Mapping[str, Tensor]) -> Encoded:
     """Encode a model. Deterministic: the same model gives the same bytes.
 
-    config: what differs from the defaults. order: the names of the state dict, in its order, each shared tensor once.
-    Raises ValueError if a tensor that is not a matrix has a value that fp16 does not have.
+    tensors: in the order in which they are decoded, each shared tensor once. Raises ValueError if a tensor that is not
+    a matrix has a value that fp16 does not have.
     """
-    matrices = {name: tensor for name in order if isinstance(tensor := tensors[name], Quantized)}
+    matrices = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Quantized)}
     classes = {name: _classes_of(np.abs(matrix.integers)) for name, matrix in matrices.items()}
     first, map_ = _merge_classes([(matrix, classes[name]) for name, matrix in matrices.items()])
     encoder = Encoder(FIRST_CLASS + int(map_.max()) + 1)
     spans = {}
-    for name in order:
-        start, tensor = len(encoder.chunks), tensors[name]
+    for name, tensor in tensors.items():
+        start = len(encoder.chunks)
         if isinstance(tensor, Quantized):
             _add_matrix(encoder, tensor, classes[name], first, map_)
         else:
@@ -120,15 +122,14 @@ def encode(config: Mapping[str, Any], tensors: Mapping[str, Tensor], order: Sequ
     numbers = [coded.num_lanes, REST_DROPPED_BITS, len(map_), *map_.tolist()]
     for lowest, frequencies in coded.tables:
         numbers += [lowest, len(frequencies), *frequencies.tolist()]
-    settings = json.dumps(dict(config), sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    sections = [settings, zlib.compress(np.array(numbers, "<i2").tobytes(), 9), coded.stream, coded.raw]
+    sections = [header, zlib.compress(np.array(numbers, "<i2").tobytes(), 9), coded.stream, coded.raw]
     content = MAGIC + VERSION.to_bytes(2, "little")
     content += b"".join(len(section).to_bytes(4, "little") + section for section in sections)
     data = content + zlib.crc32(content).to_bytes(4, "little")
     num_bytes = [bits / 8 for bits in coded.chunk_bits]
     in_tensors = {name: TensorBytes(num_bytes[span][-1], sum(num_bytes[span][:-1])) for name, span in spans.items()}
     parts = {
-        "config": len(settings),
+        "header": len(header),
         "histograms": len(sections[1]),
         "lanes": len(coded.stream) + len(coded.raw) - sum(num_bytes),
         "frame": len(data) - sum(map(len, sections)),

@@ -20,22 +20,30 @@ Knows models as torch modules. Does not know rounding.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import inspect
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
 from hfgolf.data.batches import Batch, MicroBatches, Stream, stream_positions
 from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.model.modeling_golf import IGNORE_INDEX
+from hfgolf.system.errors import UserError
 
 ROW_FLOOR = 1e-3  # of the mean: what looks worthless in a sample still gets bits
 _COUNTED_TOKENS, _COUNTED_PARTS = 2**24, 64
+_LAYERS: tuple[Any, ...] = (nn.Linear, nn.Embedding, Conv1D)
 _LOGITS_PER_PASS = 2**24  # 64 MiB in fp32, and a few times that in the backward pass
 
 
@@ -102,7 +110,7 @@ def calibrated_curvature(
         sequence_length=sequence_length,
         blocks_read=blocks_read,
         num_tokens=num_tokens,
-        batch_size=batch_size,
+        batch_size=max(1, min(batch_size, _LOGITS_PER_PASS // (sequence_length * model.config.vocab_size))),
     )
     return measure_curvature(model, batches, token_counts(stream, model.config.vocab_size))
 
@@ -117,84 +125,191 @@ def token_counts(stream: Stream, vocab_size: int) -> NDArray[np.int64]:
     return counts
 
 
+def grid_layers(model: nn.Module) -> dict[nn.Module, str]:
+    """Return the layers whose weights go on a grid, with the name of the weight; layers with a tied weight share it.
+
+    They are nn.Linear, nn.Embedding and transformers' Conv1D, with a floating-point weight of their own.
+    """
+    names: dict[Any, str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.is_floating_point():
+            names.setdefault(place(parameter), name)
+    layers = [module for module in model.modules() if isinstance(module, _LAYERS)]
+    return {layer: names[place(layer.weight)] for layer in layers if place(layer.weight) in names}
+
+
+def place(tensor: Tensor) -> tuple[Any, ...]:
+    """Return where a tensor is: tied weights are one parameter, or several that share their memory."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
+
+
+def summed_loss(model: nn.Module, batch: Any) -> tuple[Tensor, int, Tensor | None]:
+    """Return a batch's summed loss in nats, the number of its targets, and the logits (B, T, V); None: the model's own
+    loss came without them.
+
+    batch: what the model takes: a mapping of keyword arguments, a tuple of positional ones, or the input ids (B, T).
+    Without a loss of the model's own, the targets are the next tokens, or shift_labels (B, T) of a mapping. Raises
+    UserError if the model returns neither a loss nor logits for each token.
+    """
+    device = next(model.parameters()).device
+    named = {key: _moved(value, device) for key, value in batch.items()} if isinstance(batch, Mapping) else {}
+    positional = [_moved(each, device) for each in batch] if isinstance(batch, tuple | list) else []
+    positional = [batch.to(device)] if isinstance(batch, Tensor) else positional
+    targets = named.pop("shift_labels", None)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        named["use_cache"] = False
+    loss, logits = _loss_and_logits(model.forward(*positional, **named))
+    stated = named.get("labels", named.get("targets", positional[1] if len(positional) > 1 else None))
+    if targets is None and loss is not None:
+        count = 1 if logits is None else logits.shape[:-1].numel()
+        count = max(1, int((stated != IGNORE_INDEX).sum())) if isinstance(stated, Tensor) else count
+        return loss.float() * count, count, logits  # its mean over the targets
+    ids = positional[0] if positional else named.get("input_ids", next(iter(named.values()), None))
+    if targets is None and isinstance(ids, Tensor) and ids.ndim == 2:
+        targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)
+        if isinstance(mask := named.get("attention_mask"), Tensor) and mask.shape == ids.shape:
+            targets = targets.masked_fill(F.pad(mask[:, 1:], (0, 1)) == 0, IGNORE_INDEX)
+    if targets is None or logits is None or logits.shape[:-1] != targets.shape:
+        raise UserError(
+            f"batches: {type(model).__name__} returned neither a loss nor logits (batch, time, vocabulary) for each"
+            " token; give batches with its labels, or let it return logits."
+        )
+    flat = logits.float().flatten(0, -2), targets.flatten()
+    nats = F.cross_entropy(*flat, ignore_index=IGNORE_INDEX, reduction="sum")
+    return nats, int((targets != IGNORE_INDEX).sum()), logits
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+def _loss_and_logits(output: Any) -> tuple[Tensor | None, Tensor | None]:
+    """Return the loss and the logits in what a model returned: by their names, or by their dimensions."""
+    if isinstance(output, Mapping):
+        return output.get("loss"), output.get("logits")
+    if hasattr(output, "logits"):
+        return getattr(output, "loss", None), output.logits
+    each = [one for one in (output if isinstance(output, tuple | list) else [output]) if isinstance(one, Tensor)]
+    return next((one for one in each if not one.ndim), None), next((one for one in each if one.ndim > 1), None)
+
+
 def measure_curvature(
-    model: PreTrainedModel, batches: Iterable[Mapping[str, Tensor]], token_counts: NDArray[np.integer] | None = None
+    model: nn.Module, batches: Iterable[Any], token_counts: NDArray[np.integer] | None = None
 ) -> dict[str, Curvature]:
     """Measure the curvature along each matrix of a model, {parameter name: Curvature}.
 
     Args:
-        model: a causal language model whose matrices are nn.Linear and nn.Embedding, with `lm_head` as head.
-        batches: calibration text, {"input_ids": (B, T), "shift_labels": (B, T)} on any device.
+        model: its matrices are those of `grid_layers`. Its head is the linear layer whose outputs become the logits.
+        batches: calibration text, as `summed_loss` takes it.
         token_counts: (V,) how often each token occurs in the training stream. None: in the calibration text.
 
-    A layer that runs several times per pass has the mean hessian and the summed row weights of its passes.
+    A layer that runs several times per pass has the mean hessian and the summed row weights of its passes. A weight is
+    missing in the result if what it does cannot be seen: if one of its layers never ran, ran without a gradient, or
+    does something else than its kind, or if an embedding is also the head without a layer of its own.
     """
-    device = next(model.parameters()).device
-    names = {id(parameter): name for name, parameter in model.named_parameters()}  # a tied weight once
-    head = getattr(model, "lm_head", None)
-    probes = [
-        _Probe(names[id(module.weight)], module, is_head=module is head)
-        for module in model.modules()
-        if isinstance(module, nn.Linear | nn.Embedding)
-    ]
-    num_tokens = 0
+    probes = [_Probe(name, layer) for layer, name in grid_layers(model).items()]
+    hidden = {probe.name for probe in probes}
+    others = [parameter for name, parameter in model.named_parameters() if name not in hidden]
+    others = [parameter for parameter in others if parameter.is_floating_point()]
+    num_tokens, unseen = 0, set[str]()
     try:
-        with evaluation_mode(model), torch.enable_grad():
+        with evaluation_mode(model), torch.enable_grad(), _all_trainable(model):
             for batch in batches:
-                ids, labels = (batch[key].to(device) for key in ("input_ids", "shift_labels"))
-                rows = max(1, _LOGITS_PER_PASS // (ids.shape[1] * model.config.vocab_size))
-                for part, targets in zip(ids.split(rows), labels.split(rows), strict=True):
-                    _one_pass(model, part, targets, probes)
-                    num_tokens += part.numel()
+                nats, count, logits = summed_loss(model, batch)
+                num_tokens += count
+                unseen |= _backward(nats, logits, probes, others)
     finally:
         for probe in probes:
             probe.handle.remove()
     if not num_tokens:
         raise ValueError("measure_curvature: no calibration text")
+    unseen |= {probe.name for probe in probes if not probe.vectors or not probe.is_known}
     result: dict[str, Curvature] = {}
     for probe in probes:
-        is_tokens = probe.module is model.get_input_embeddings()
+        if probe.name in unseen:
+            continue
+        is_tokens = token_counts is not None and probe.module is model.get_input_embeddings()  # type: ignore[operator]
         measured = probe.curvature(num_tokens, token_counts if is_tokens else None)
         result[probe.name] = added(result[probe.name], measured) if probe.name in result else measured
     return result
 
 
-def _one_pass(model: PreTrainedModel, ids: Tensor, labels: Tensor, probes: list[_Probe]) -> None:
-    logits = model.forward(input_ids=ids, use_cache=False).logits
+@contextmanager
+def _all_trainable(model: nn.Module) -> Iterator[None]:
+    """Let gradients pass each layer, also those of a model that is frozen."""
+    frozen = [each for each in model.parameters() if each.is_floating_point() and not each.requires_grad]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_()
+        yield
+    finally:
+        for parameter in frozen:
+            parameter.requires_grad_(False)
+
+
+def _backward(nats: Tensor, logits: Tensor | None, probes: Sequence[_Probe], others: Sequence[Tensor]) -> set[str]:
+    """Let the probes see the gradients of a pass. Return the embeddings that must be the head, too, without a layer."""
+    head, unseen = None, set[str]()
+    if logits is not None:
+        head = next((probe for probe in reversed(probes) if probe.add_logits(logits)), None)
+        entries = [probe for probe in probes if len(probe.row_sums) == logits.shape[-1]]
+        if head is None and not any(probe.output is not None for probe in entries):
+            unseen = {probe.name for probe in entries if probe.kind is nn.Embedding}
     for probe in probes:
-        if probe.is_head:
-            probe.add_logits(logits)
-    nats = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
-    outputs = [output for probe in probes for _, output in probe.occurrences]
-    gradients = iter(torch.autograd.grad(nats, outputs))  # no gradients of weights; the hooks see the layers' outputs
+        probe.is_hidden = probe is not head
+    # No gradients of matrices: the hooks see those of the layers' outputs, on the way to where each path begins.
+    begins = [edge for probe in probes for edge in probe.edges]
+    torch.autograd.grad(nats, [*begins, *map(get_gradient_edge, others)], allow_unused=True)
     for probe in probes:
-        for token_ids, _ in probe.occurrences:
-            probe.add_products(next(gradients))
-            probe.row_sums += torch.bincount(token_ids.flatten(), minlength=len(probe.row_sums)).cpu()
-        probe.occurrences.clear()
+        probe.edges, probe.output, probe.is_hidden = [], None, False
+    return unseen
 
 
 class _Probe:
-    """Collect the sums of one module over the calibration text; of an embedding, its occurrences in a pass."""
+    """Collect the sums of one layer over the calibration text.
 
-    def __init__(self, name: str, module: nn.Linear | nn.Embedding, is_head: bool) -> None:
-        self.name, self.module, self.is_head = name, module, is_head
-        rows, columns = module.weight.shape
+    edges: where the graph of a pass begins, if it begins with this layer. output: of a linear layer, in this pass.
+    is_hidden: whether the gradients that pass now are those of the loss, at a layer that is not the head. is_known:
+    whether each output was seen, and is what a layer of this kind makes of its inputs, up to a factor.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name, self.module, self.is_hidden, self.is_known = name, module, False, True
+        self.kind = next(kind for kind in _LAYERS if isinstance(module, kind))
+        rows, columns = module.weight.T.shape if self.kind is Conv1D else module.weight.shape  # type: ignore[misc]
         self.hessian = torch.zeros(columns, columns, dtype=torch.float64)
         self.row_sums = torch.zeros(rows, dtype=torch.float64)
         self.vectors = 0
-        self.occurrences: list[tuple[Tensor, Tensor]] = []
-        self.handle = module.register_forward_hook(self.hook)
+        self.edges: list[GradientEdge] = []
+        self.output: Tensor | None = None
+        self.factor = 1.0
+        self.handle = module.register_forward_hook(self.hook, with_kwargs=True)
 
-    def hook(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        if isinstance(module, nn.Embedding):
-            self.occurrences.append((inputs[0], output))
+    def hook(self, module: nn.Module, inputs: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
+        read = (*inputs, *kwargs.values())[0]
+        self.is_known &= isinstance(output, Tensor) and output.requires_grad and self._is_of_its_kind(read, output)
+        if not self.is_known:
             return
-        self.add_products(inputs[0])
-        if self.is_head:
-            self.uncapped = output
+        if not read.requires_grad:
+            self.edges.append(get_gradient_edge(output))  # now: the output may be changed in place
+        if self.kind is nn.Embedding:
+            output.register_hook(partial(self.add_occurrences, read))
         else:
+            self.add_products(read)
+            self.output = output
             output.register_hook(self.add_gradient)
+
+    def _is_of_its_kind(self, read: Tensor, output: Tensor) -> bool:
+        """Return whether the output is a multiple of what this kind of layer returns; note the factor."""
+        if type(self.module).forward is self.kind.forward:
+            return True
+        with torch.no_grad():
+            plain = self.kind.forward(self.module, read).float()
+            result = output.detach().float()
+            if plain.shape != result.shape:
+                return False
+            self.factor = float((plain * result).sum() / plain.square().sum().clamp(min=1e-30))
+            return bool((result - self.factor * plain).norm() <= 0.01 * result.norm())
 
     def add_products(self, vectors: Tensor) -> None:
         vectors = vectors.detach().flatten(0, -2).float()
@@ -204,20 +319,34 @@ class _Probe:
             self.hessian += (vectors.T @ vectors).cpu().double()
         self.vectors += len(vectors)
 
-    def add_gradient(self, gradient: Tensor) -> None:
-        self.row_sums += gradient.flatten(0, -2).float().square().sum(0).cpu().double()
+    def add_occurrences(self, token_ids: Tensor, gradient: Tensor) -> None:
+        self.add_products(self.factor * gradient)
+        self.row_sums += torch.bincount(token_ids.flatten(), minlength=len(self.row_sums)).cpu()
 
-    def add_logits(self, logits: Tensor) -> None:
+    def add_gradient(self, gradient: Tensor) -> None:
+        if self.is_hidden:
+            self.row_sums += (self.factor * gradient).flatten(0, -2).float().square().sum(0).cpu().double()
+
+    def add_logits(self, logits: Tensor) -> bool:
+        """Return whether the logits are this layer's outputs, or a function of each; if so, add their curvature."""
+        if self.output is None or self.output.shape != logits.shape:
+            return False
         slopes: Tensor | float = 1.0
-        if logits is not self.uncapped:  # elementwise, so the gradient of the sum is each one's slope
-            (slopes,) = torch.autograd.grad(logits.sum(), self.uncapped, retain_graph=True)
+        if logits is not self.output:
+            gradient = partial(torch.autograd.grad, inputs=self.output, retain_graph=True, materialize_grads=True)
+            (of_first,) = gradient(logits[..., 0].sum())
+            if not of_first[..., 0].any() or of_first[..., 1:].any():
+                return False
+            (slopes,) = gradient(logits.sum())  # elementwise, so this is the slope of each
         shares = logits.detach().float().softmax(-1)
-        self.row_sums += (shares * (1 - shares) * slopes**2).flatten(0, -2).sum(0).cpu().double()
+        curvatures = shares * (1 - shares) * (self.factor * slopes) ** 2
+        self.row_sums += curvatures.flatten(0, -2).sum(0).cpu().double()
+        return True
 
     def curvature(self, num_tokens: int, counts: NDArray[np.integer] | None) -> Curvature:
         """Return what was measured. counts: of an embedding's tokens in the whole stream, if they are known."""
         weights = (self.row_sums / num_tokens).numpy()
-        if isinstance(self.module, nn.Embedding):
+        if self.kind is nn.Embedding:
             occurrences = self.row_sums.numpy() if counts is None else np.asarray(counts, dtype=np.float64)
             passes = self.vectors / num_tokens
             weights = (occurrences + 0.5) / max(1, occurrences.sum()) * passes

@@ -14,16 +14,18 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor, nn
 
 from hfgolf.config.sections import GolfSection
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.golf import artifact
 from hfgolf.golf.certificate import Certificate, certify
-from hfgolf.golf.curvature import Curvature, calibrated_curvature
+from hfgolf.golf.curvature import calibrated_curvature
 from hfgolf.golf.decoder import weights_of, weights_sha256
 from hfgolf.golf.grid import Quantized
 from hfgolf.golf.ledger import (
@@ -31,6 +33,7 @@ from hfgolf.golf.ledger import (
     CERTIFICATE,
     COUNTS,
     LEDGER,
+    SCRIPT,
     TOKEN_BYTES,
     TOKENS,
     budget_problem,
@@ -38,14 +41,20 @@ from hfgolf.golf.ledger import (
     read_ledger,
     rescore,
 )
+from hfgolf.golf.packing import StateCoding, fill, unpacked
 from hfgolf.golf.program import evaluate, plan_of
-from hfgolf.golf.quantize import QuantizedModel, matrices, quantize_model
+from hfgolf.golf.quantize import QuantizedModel, matrices, require_room, stored
 from hfgolf.golf.source import Source
 from hfgolf.golf.table import Row, table, table_data
+from hfgolf.golf.unpack import state_sha256
 from hfgolf.model.layers_golf import GolfNetwork
+from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
 from hfgolf.system.durable import replace_folder, write_bytes, write_text
 from hfgolf.system.errors import UserError, writing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -111,9 +120,10 @@ def _export(
         yield
         seconds[step] = time.perf_counter() - begun_at
 
+    shape = _shape(source)
     with timed("certificate"):
         try:
-            plan = plan_of(model.config, source.tokens.val.tokens, *windows)
+            plan = plan_of(shape, source.tokens.val.tokens, *windows)
         except ValueError as error:
             raise UserError(f"--mode: {error}.") from None
         certificate = certify(source.corpus, source.tokens, plan, is_training_known=source.is_training_known)
@@ -122,11 +132,21 @@ def _export(
         return Exported(folder, certificate, problems=[certificate.line])
     tokens, token_bytes = np.asarray(source.tokens.val.tokens), bytes_per_token(source.tokens.val, source.tokenizer)
     files = _write_files(source, settings, partial, tokens, token_bytes)
+    overhead = sum(path.stat().st_size for path, counted_by in files.items() if golf.count in counted_by)
+    budget = {"budget_bytes": golf.budget_bytes or 0, "overhead_bytes": overhead}
+    coding: StateCoding | None = None
+    if isinstance(model, GolfForCausalLM):
+        weights, encode = matrices(model), artifact.model_encoder(model)
+    else:
+        coding = StateCoding(model)
+        weights, encode = coding.weights, coding.encode
+    require_room(weights, size_of=lambda on_grids: len(encode(on_grids).data), **budget)
+    state = model.state_dict()
     with timed("score before"):
-        network = GolfNetwork(model.config).eval()
-        state = model.state_dict()  # a tied head is not among the tensors of score.py
-        network.load_state_dict({name: state[name] for name in network.state_dict()})
-        before = evaluate(network, model.config, tokens, token_bytes, *windows)
+        network: nn.Module = _Logits(model) if coding else GolfNetwork(model.config).eval()
+        if coding is None:  # a tied head is not among the tensors of score.py
+            network.load_state_dict({name: state[name] for name in network.state_dict()})
+        before = evaluate(network, shape, tokens, token_bytes, *windows)
     with timed("curvature"):
         curvature = calibrated_curvature(
             model,
@@ -136,16 +156,26 @@ def _export(
             blocks_read=source.blocks_read,
             num_tokens=golf.calibration_tokens,
         )
-    weights = matrices(model)
     with timed("rounding and coding"):
-        quantized, encoded = _quantize(source, settings, curvature, files, say)
+        options = {"method": golf.method, "allocation": golf.allocation, "column_steps": settings.column_steps}
+        quantized, encoded = fill(weights, curvature, encode, progress=say, **options, **budget)
     write_bytes(partial / ARTIFACT, encoded.data)
-    decoded = artifact.decode(
-        encoded.data, {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-    )[1]
-    sha256 = weights_sha256(weights_of(decoded.values()))
+    decoded: Mapping[str, artifact.Tensor]
     with timed("score of the files"):
-        after = rescore(partial, *windows)
+        if coding:
+            state = unpacked(partial)
+            model.load_state_dict(state)
+            decoded = {name: stored(coding.layers[name], state[name]) for name in quantized.tensors}
+            sha256 = state_sha256(state)
+            after = evaluate(network, shape, tokens, token_bytes, *windows) | {"sha256": sha256}
+        else:
+            shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
+            decoded = artifact.decode(encoded.data, shapes)[1]
+            sha256 = weights_sha256(weights_of(decoded.values()))
+            with torch.no_grad():
+                for name, weight in zip(decoded, weights_of(decoded.values()), strict=True):
+                    state[name].copy_(torch.from_numpy(np.asarray(weight)))
+            after = rescore(partial, *windows)
     ledger = read_ledger({partial / ARTIFACT: COUNTS} | files, golf.count, golf.budget_bytes or 0)
     problems = _round_trip_problems(quantized.tensors, decoded, before, after, sha256)
     problems += [problem] if (problem := budget_problem(ledger)) else []
@@ -158,9 +188,9 @@ def _export(
     data = table_data(rows) | {"parts": encoded.parts}
     for name, content in ((LEDGER, ledger), ("table.json", data)):
         write_text(partial / name, json.dumps(content, indent=1) + "\n")
-    with torch.no_grad():
-        for name, weight in zip(decoded, weights_of(decoded.values()), strict=True):
-            state[name].copy_(torch.from_numpy(np.asarray(weight)))
+    if coding and (kept := coding.kept(quantized.tensors, encoded)):
+        said = ", ".join(f"{name} ({num_bytes:,} bytes)" for name, num_bytes in kept.items())
+        quantized.findings.append(f"Kept at 8 significant bits, because what it does could not be seen: {said}.")
     export_model(model, source.tokenizer, partial / "model", _card(source, ledger, folder / "model"))
     return Exported(folder, certificate, quantized, rows, data, ledger, problems)
 
@@ -169,7 +199,8 @@ def _write_files(
     source: Source, settings: Settings, partial: Path, tokens: np.ndarray, token_bytes: np.ndarray
 ) -> dict[Path, tuple[str, ...]]:
     """Write all files of the ledger but the artifact; return those of COUNTS that count each."""
-    files = files_besides(source.model.config, source.tokenizer, source.run_config)
+    config = source.model.config if isinstance(source.model, GolfForCausalLM) else None
+    files = files_besides(config, source.tokenizer, source.run_config)
     files |= {path.name: (path.read_bytes(), COUNTS) for path in settings.code_files}
     files[TOKENS] = tokens.astype("<u2" if source.model.config.vocab_size <= 2**16 else "<u4").tobytes(), ()
     files[TOKEN_BYTES] = token_bytes.astype("<u2").tobytes(), ()
@@ -178,35 +209,27 @@ def _write_files(
     return {partial / name: counted_by for name, (_, counted_by) in files.items()}
 
 
-def _quantize(
-    source: Source,
-    settings: Settings,
-    curvature: Mapping[str, Curvature],
-    files: Mapping[Path, tuple[str, ...]],
-    say: Callable[[str], None],
-) -> tuple[QuantizedModel, artifact.Encoded]:
-    """Return the rounded matrices and the artifact. files: what else is in the folder, and who counts it."""
-    golf, encode = settings.golf, artifact.model_encoder(source.model)
-    last: tuple[Mapping[str, Quantized], artifact.Encoded] | None = None
+class _Logits(nn.Module):
+    """A model of another architecture, called as GolfNetwork is."""
 
-    def size_of(tensors: Mapping[str, Quantized]) -> int:
-        nonlocal last  # the result to keep, as a rule
-        last = tensors, encode(tensors)
-        return len(last[1].data)
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
 
-    quantized = quantize_model(
-        source.model,
-        curvature,
-        budget_bytes=golf.budget_bytes or 0,
-        overhead_bytes=sum(path.stat().st_size for path, counted_by in files.items() if golf.count in counted_by),
-        size_of=size_of,
-        method=golf.method,
-        allocation=golf.allocation,
-        column_steps=settings.column_steps,
-        progress=say,
+    def forward(self, ids: Tensor) -> Tensor:
+        logits: Tensor = self.model(ids, use_cache=False).logits
+        return logits
+
+
+def _shape(source: Source) -> Any:
+    """Return what an evaluation reads of a model's config. Other architectures need not name it as Golf does."""
+    if isinstance(source.model, GolfForCausalLM):
+        return source.model.config
+    return SimpleNamespace(
+        max_position_embeddings=source.sequence_length,
+        eos_token_id=source.tokenizer.eos_token_id,
+        vocab_size=source.model.config.vocab_size,
     )
-    is_kept = last is not None and last[0] is quantized.tensors
-    return quantized, last[1] if last and is_kept else encode(quantized.tensors)
 
 
 def _round_trip_problems(
@@ -244,13 +267,16 @@ def _card(source: Source, ledger: Mapping[str, Any], folder: Path) -> str:
         }
     )
     size = next(file["bytes"] for file in ledger["files"] if file["name"] == ARTIFACT)
+    is_golf = any(file["name"] == SCRIPT for file in ledger["files"])
+    scored = "The program, run on these files alone, scores" if is_golf else "What the program decodes scores"
+    hashed = "weights in fp32" if is_golf else "state dict, as the program prints it"
     section = (
         "## How small it is\n\n"
         f"These weights come from an artifact of {size:,} bytes: rounded to integers times steps, and entropy-coded."
-        f" With the program that decodes and scores it, that is {ledger['totals'][ledger['count']]:,} bytes of a budget"
-        f" of {ledger['budget_bytes']:,}. The program, run on these files alone, scores {after['bpb']:.4f} bits per"
+        f" With the program that decodes it, that is {ledger['totals'][ledger['count']]:,} bytes of a budget"
+        f" of {ledger['budget_bytes']:,}. {scored} {after['bpb']:.4f} bits per"
         f" byte ({before['bpb']:.4f} before rounding) on {after['tokens']:,} tokens, {after['bytes']:,} bytes, in mode"
-        f" {after['mode']}. SHA-256 of the weights in fp32: `{ledger['weights_sha256']}`.\n\n"
+        f" {after['mode']}. SHA-256 of the {hashed}: `{ledger['weights_sha256']}`.\n\n"
     )
     before_training, heading, training = card.partition("## How it was trained")
     return f"{before_training.rstrip()}\n\n{section}{heading}{training}".rstrip() + "\n"

@@ -236,7 +236,7 @@ def _choose(run: Run) -> tuple[dict[str, str] | None, str | None]:
     try:
         with run.stopwatch.charge("evaluate"):
             quantized = quantize_model(
-                model,
+                matrices(model),
                 _curvature(run),
                 budget_bytes=int(AIM * golf.budget_bytes),
                 method="nearest",

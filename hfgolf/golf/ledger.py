@@ -32,7 +32,7 @@ from hfgolf.evaluate.token_bytes import adds_a_space, bytes_per_token
 from hfgolf.evaluate.windows import MODES, plan_windows
 from hfgolf.golf.certificate import certify
 from hfgolf.golf.decoder import read_config
-from hfgolf.golf.script import defaults, packed_script
+from hfgolf.golf.script import defaults, packed_script, packed_unpack
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.run.record import read_json
 from hfgolf.system.errors import UserError
@@ -41,25 +41,28 @@ from hfgolf.system.wording import count_of, one_line
 
 COUNTS = ("challenge", "everything")
 """challenge: the program and the weights, as in Parameter Golf. everything: also what was needed to make them."""
-ARTIFACT, SCRIPT, TOKENS, TOKEN_BYTES = "artifact.bin", "score.py", "tokens.bin", "bytes.bin"
+ARTIFACT, SCRIPT, UNPACK = "artifact.bin", "score.py", "unpack.py"
+TOKENS, TOKEN_BYTES = "tokens.bin", "bytes.bin"
 TOKENIZER, CONFIG = "tokenizer.json.xz", "config.yaml.xz"
 LEDGER, CERTIFICATE = "ledger.json", "certificate.json"
 _COUNTED_BY: dict[str, tuple[str, ...]] = {
     **{ARTIFACT: COUNTS, SCRIPT: COUNTS, TOKENIZER: COUNTS[1:], CONFIG: COUNTS[1:]},
-    **{TOKENS: (), TOKEN_BYTES: ()},
+    **{TOKENS: (), TOKEN_BYTES: (), UNPACK: COUNTS},
 }
 _MAX_TOKENIZER_BYTES = 2**28  # a larger one is a bomb
 _RELATIVE_TOLERANCE = 1e-6  # of nats: another machine, or another number of threads, adds in another order
 
 
 def files_besides(
-    config: GolfConfig, tokenizer: PreTrainedTokenizerFast, run_config: RunConfig | None
+    config: GolfConfig | None, tokenizer: PreTrainedTokenizerFast, run_config: RunConfig | None
 ) -> dict[str, tuple[bytes, tuple[str, ...]]]:
     """Return {name: (content, those of COUNTS that count it)} of all that a budget must hold next to the artifact.
 
-    run_config: what it takes to train the model again; None: it is not known.
+    config: None: that of another architecture, which unpack.py reads. run_config: what it takes to train the model
+    again; None: it is not known.
     """
-    contents = {SCRIPT: packed_script(config), TOKENIZER: _packed(tokenizer.backend_tokenizer.to_str().encode())}
+    contents = {UNPACK: packed_unpack()} if config is None else {SCRIPT: packed_script(config)}
+    contents |= {TOKENIZER: _packed(tokenizer.backend_tokenizer.to_str().encode())}
     if run_config is not None:
         contents[CONFIG] = _packed(training_config(run_config).encode())
     return {name: (content, _COUNTED_BY[name]) for name, content in contents.items()}
@@ -125,21 +128,29 @@ def budget_problem(ledger: Mapping[str, Any]) -> str | None:
 def rescore(folder: Path, mode: str = "flat", stride: int | None = None) -> dict[str, Any]:
     """Return what score.py prints: nats, tokens, bytes, bpb, the sha256 of the weights, and the coverage.
 
-    The process is isolated (python -I): no PYTHONPATH, no user site, not the current folder. Raises UserError with the
-    program's own words if it refuses the files.
+    The process sees nothing of hfgolf (see run_alone). Raises UserError with the program's own words if it refuses the
+    files.
     """
     files = [str((folder / name).resolve()) for name in (SCRIPT, ARTIFACT, TOKENS, TOKEN_BYTES)]
     options = ["--mode", mode, *(["--stride", str(stride)] if stride else [])]
+    try:
+        figures: dict[str, Any] = json.loads(run_alone([*files, *options], folder))
+    except ValueError as error:
+        raise UserError(f"{SCRIPT} gave no score: {error}") from None
+    return figures
+
+
+def run_alone(command: Sequence[str], folder: Path) -> str:
+    """Run a Python program in an isolated process; return what it prints. Raises ValueError, one line, if it fails.
+
+    Isolated (python -I): no PYTHONPATH, no user site, not the current folder.
+    """
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
-    done = subprocess.run(
-        [sys.executable, "-I", *files, *options], cwd=folder, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-I", *command], cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()
-        reason = said[-1].removeprefix("error: ") if said else f"it ended with status {done.returncode}"
-        raise UserError(f"{SCRIPT} gave no score: {reason}")
-    figures: dict[str, Any] = json.loads(done.stdout)
-    return figures
+        raise ValueError(said[-1].removeprefix("error: ") if said else f"it ended with status {done.returncode}")
+    return done.stdout
 
 
 def rescore_folder(
@@ -218,7 +229,7 @@ def _read_told(folder: Path) -> dict[str, Any]:
             and len(counted) == len(told["files"])
             and all(isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str) for entry in told["files"])
             and all(Path(name).name == name and not name.startswith(".") for name in counted)
-            and counted.keys() | {CONFIG} >= _COUNTED_BY.keys()
+            and counted.keys() | {CONFIG, UNPACK} >= _COUNTED_BY.keys()
             and all(counted_by == _COUNTED_BY.get(name, COUNTS) for name, counted_by in counted.items())
         )
     except (KeyError, TypeError, AttributeError):

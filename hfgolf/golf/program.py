@@ -44,7 +44,7 @@ def plan_of(config: Any, tokens: np.ndarray, mode: str = "flat", stride: int | N
 
 
 def evaluate(
-    model: GolfNetwork,
+    model: torch.nn.Module,
     config: Any,
     tokens: np.ndarray,
     token_bytes: np.ndarray,

@@ -15,12 +15,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
-from hfgolf.golf.curvature import Curvature
+from hfgolf.golf.curvature import Curvature, grid_layers
 from hfgolf.golf.gptq import Feedback, error_feedback, round_with_feedback
 from hfgolf.golf.grid import (
     CODES_PER_OCTAVE,
     MAX_INTEGER,
+    MAX_ROW_CODE,
     Quantized,
     gaussian_bits,
     grid_of,
@@ -28,7 +30,6 @@ from hfgolf.golf.grid import (
     row_codes_of,
     steps_of,
 )
-from hfgolf.optim.groups import parameter_kind
 from hfgolf.system.errors import UserError
 
 FINEST_RELATIVE_STEP = 2.0**-9  # of a row's RMS: 11 bits per weight, the precision of fp16
@@ -44,20 +45,18 @@ _GOLDEN = (math.sqrt(5) - 1) / 2
 
 
 def matrices(model: nn.Module) -> dict[str, NDArray[np.float32]]:
-    """Return the weights that go on a grid, {parameter name: fp32 copy}: every matrix, not the vectors that control.
+    """Return the weights that go on a grid, {parameter name: (outputs, inputs) or (tokens, columns), an fp32 copy}.
 
-    They are the parameters with two dimensions that the optimizer's table calls matrix, embedding or head.
+    They are the weights of linear layers and embeddings, a tied one once, in the order of the parameters.
     """
-    return {
-        name: parameter.detach().to("cpu", torch.float32, copy=True).numpy()
-        for name, parameter in model.named_parameters()
-        if has_grid(name, parameter)
-    }
+    layers = {name: layer for layer, name in grid_layers(model).items()}
+    return {name: stored(layers[name], weight) for name, weight in model.named_parameters() if name in layers}
 
 
-def has_grid(name: str, parameter: Tensor) -> bool:
-    """Return whether a parameter is a matrix that goes on a grid; the rest of a model is stored as it is."""
-    return parameter.ndim == 2 and parameter_kind(name) != "vector"
+def stored(layer: nn.Module | None, weight: Tensor) -> NDArray[np.float32]:
+    """Return an fp32 copy of a weight as it is coded: a row for each output of its layer (None: as it is)."""
+    values = weight.detach().to("cpu", torch.float32, copy=True)
+    return (values.T if isinstance(layer, Conv1D) else values).numpy()
 
 
 @dataclass(frozen=True)
@@ -134,11 +133,14 @@ def allocate(
         if allocation == "sdclip":
             row_steps = row_rms
         elif allocation == "uniform":
-            # codes are eighths of an octave: spread the rows evenly over one of them, so that the size is smooth in D
-            spread = (rows_before + np.arange(len(weight))) * _GOLDEN % 1 - 0.5
-            row_steps = 2.0 ** (spread / CODES_PER_OCTAVE)
+            row_steps = np.ones(len(weight))
         elif allocation != "curvature":
             raise ValueError(f"allocation is {allocation!r}; it must be curvature, sdclip or uniform")
+        # Codes are eighths of an octave. Rows that share a step, such as those of tokens that never occur, are spread
+        # over one eighth; else all of them would change their code at the same D, and the size would jump there.
+        spread = (rows_before + np.arange(len(weight))) * _GOLDEN % 1 - 0.5
+        spread[np.unique(row_steps, return_index=True)[1]] = 0
+        row_steps = row_steps * 2.0 ** (spread / CODES_PER_OCTAVE)
         result[name] = UnitSteps(row_steps, column_codes, row_rms, scaled.max(axis=1), weight.shape[1])
         rows_before += len(weight)
     return result
@@ -252,8 +254,27 @@ class QuantizedModel:
     findings: list[str] = field(default_factory=list)
 
 
+def require_room(
+    weights: Mapping[str, NDArray[np.float32]],
+    *,
+    budget_bytes: int,
+    overhead_bytes: int,
+    size_of: Callable[[dict[str, Quantized]], int],
+) -> None:
+    """Raise UserError if not even zeros fit a budget, which is known before anything is measured."""
+    zeros = {
+        name: Quantized(np.zeros(weight.shape, np.int32), np.full(len(weight), MAX_ROW_CODE, np.uint8))
+        for name, weight in weights.items()
+    }
+    if (least := overhead_bytes + size_of(zeros)) > budget_bytes:
+        raise UserError(
+            f"golf.budget_bytes: {budget_bytes:,} is too small: with zeros in all matrices the files still take"
+            f" {least:,} bytes; raise the budget far above that, or train a smaller model."
+        )
+
+
 def quantize_model(
-    model: nn.Module,
+    weights: Mapping[str, NDArray[np.float32]],
     curvature: Mapping[str, Curvature],
     *,
     budget_bytes: int,
@@ -264,10 +285,11 @@ def quantize_model(
     column_steps: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> QuantizedModel:
-    """Round the matrices of a model so that they take 99.5 to 100 % of a budget.
+    """Round matrices so that they take 99.5 to 100 % of a budget.
 
     Args:
-        curvature: from measure_curvature; nearest rounding with sdclip or uniform steps doesn't read it.
+        weights: from matrices. curvature: from measure_curvature, of each of them; nearest rounding with sdclip or
+            uniform steps doesn't read it.
         budget_bytes: of everything. overhead_bytes: what everything but the matrices takes.
         size_of: the bytes of coded matrices. The search predicts sizes, codes really, and corrects the prediction by
             what it was off: two to four codings as a rule.
@@ -279,7 +301,6 @@ def quantize_model(
 
     Raises UserError if the matrices do not fit even with the coarsest steps; it names the bytes that are needed.
     """
-    weights = matrices(model)
     kept = _kept(weights, budget_bytes, overhead_bytes, size_of)
     if kept is not None:
         return kept

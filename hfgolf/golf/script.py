@@ -1,7 +1,7 @@
-"""score.py: the program that scores an artifact, in one small file that needs torch and numpy only.
+"""score.py and unpack.py: the programs that read an artifact, each a small file that needs torch and numpy only.
 
-Assembled from the real sources: from program.py, and whatever it uses of the files in SOURCES. Owns assembling,
-shrinking and packing. Does not know artifacts or scores.
+Assembled from the real sources: from program.py or unpack.py, and whatever it uses of the files in SOURCES. Owns
+assembling, shrinking and packing. Does not know artifacts or scores.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ SOURCES = (
     "golf/decoder.py",
     "model/layers_golf.py",
     "golf/program.py",
+    "golf/unpack.py",
 )
-_ENTRY = "main"
-_KEPT_NAMES = (_ENTRY, "load_model")
+_KEPT_NAMES = ("main", "load_model", "unpack", "print_sha256")
 _DROPOUT = "apply_dropout"
 _VECTOR = "_vector"  # layers_golf.py: a parameter, or None if its first argument is false
 _NO_DROPOUT = ("dropout", "attention_dropout")
@@ -47,28 +47,37 @@ def packed_script(config: GolfConfig) -> bytes:
 
     What the config makes constant is: its values, and without the branches that they never take.
     """
-    return _packed(tuple((name, repr(getattr(config, name))) for name in defaults()))
+    values = tuple((name, repr(getattr(config, name))) for name in defaults())
+    return _self_extracting(_packed(values, "main", "if __name__=='__main__':main({})\n"))
+
+
+def packed_unpack() -> bytes:
+    """Return unpack.py, for any artifact that `pack` wrote: it defines `unpack`, and run, prints a SHA-256."""
+    return _self_extracting(_packed((), "print_sha256", "if __name__=='__main__':print_sha256()\n"))
+
+
+def _self_extracting(packed: bytes) -> bytes:
+    # base85 survives any editor that keeps lines
+    return b'import lzma,base64\nexec(lzma.decompress(base64.b85decode("%b")))\n' % base64.b85encode(packed)
 
 
 @lru_cache(maxsize=8)
-def _packed(values: tuple[tuple[str, str], ...]) -> bytes:
-    statements = assemble({name: ast.literal_eval(value) for name, value in values})
+def _packed(values: tuple[tuple[str, str], ...], entry: str, ending: str) -> bytes:
+    statements = assemble({name: ast.literal_eval(value) for name, value in values}, entry)
     _rename(statements)
     source = _indented_by_one(ast.unparse(ast.fix_missing_locations(ast.Module(statements, []))))
-    content = f"{source}if __name__=='__main__':{_ENTRY}({{}})\n".encode()
+    content = (source + ending).encode()
     filters = [
         {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": lc, "lp": lp, "pb": pb}
         for lc in range(5)
         for lp in range(5 - lc)
         for pb in range(3)
     ]
-    packed = min((lzma.compress(content, lzma.FORMAT_ALONE, filters=[each]) for each in filters), key=len)
-    # base85 survives any editor that keeps lines
-    return b'import lzma,base64\nexec(lzma.decompress(base64.b85decode("%b")))\n' % base64.b85encode(packed)
+    return min((lzma.compress(content, lzma.FORMAT_ALONE, filters=[each]) for each in filters), key=len)
 
 
-def assemble(values: Mapping[str, Any]) -> list[ast.stmt]:
-    """Return one module with `main` and everything that it uses, from SOURCES, for a config with these values.
+def assemble(values: Mapping[str, Any], entry: str = "main") -> list[ast.stmt]:
+    """Return one module with `entry` and everything that it uses, from SOURCES, for a config with these values.
 
     Raises ValueError if two sources give different things one name, or if a source renames what it imports.
     """
@@ -85,7 +94,7 @@ def assemble(values: Mapping[str, Any]) -> list[ast.stmt]:
             if name in definitions:
                 raise ValueError(f"two sources of score.py define {name}: rename one")
             definitions[name] = statement
-    needed, waiting = {_ENTRY}, [_ENTRY]
+    needed, waiting = {entry}, [entry]
     while waiting:
         used = set(_names(definitions[waiting.pop()])) & definitions.keys() - needed
         needed |= used

@@ -1,6 +1,6 @@
-"""What an export begins with: a Golf model, the text it is scored on, and the text it is calibrated on.
+"""What an export begins with: a model, the text it is scored on, and the text it is calibrated on.
 
-Two ways lead there: the folder of a run, or any Golf model with files of text. Does not know rounding or bytes.
+Two ways lead there: the folder of a run, or any model with files of text. Does not know rounding or bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from hfgolf.config.sections import GolfSection, RunConfig
 from hfgolf.data.corpus import Corpus, load_corpus
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import tokenizer_sha256
+from hfgolf.evaluate.context import evaluation_length
 from hfgolf.evaluate.text import tokenize_files
-from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_exported
 from hfgolf.publish.model_card import model_card
 from hfgolf.run.folder import RunFolder
@@ -27,7 +27,7 @@ from hfgolf.run.record import read_json, read_summary
 from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Source:
     or None.
     """
 
-    model: GolfForCausalLM
+    model: PreTrainedModel
     tokenizer: PreTrainedTokenizerFast
     corpus: Corpus
     tokens: TokenCache
@@ -75,7 +75,8 @@ def run_source(folder: Path) -> Source:
         raise UserError(
             f"--run: {damage}, so this is not what {folder} trained; restore it, or use --model with --files."
         )
-    model, tokenizer = _load_golf(str(run.model))
+    model, tokenizer = load_exported(str(run.model))
+    model.float()
     corpus = load_corpus(config.data)
     _require_recorded(run, resolved, corpus)
     # a pretrained tokenizer may be gone since, as that of model.init_from; the text cannot change it
@@ -131,12 +132,13 @@ def _require_recorded(run: RunFolder, resolved: ResolvedConfig, corpus: Corpus) 
 
 
 def model_source(name: str, files: list[str], calibration_files: list[str], text_column: str, cache: Path) -> Source:
-    """Return any Golf model (a folder or a Hub name) with text to score it on and text to calibrate it on.
+    """Return any model (a folder or a Hub name) with text to score it on and text to calibrate it on.
 
     files, calibration_files: paths, globs or URLs, as data.files takes them. cache: a folder for their tokens. Raises
     UserError if one of them can't be used.
     """
-    model, tokenizer = _load_golf(name)
+    model, tokenizer = load_exported(name)
+    model.float()
     try:
         corpus, tokens = tokenize_files(
             files, tokenizer, model.config.vocab_size, text_column, cache, train_files=calibration_files
@@ -150,7 +152,7 @@ def model_source(name: str, files: list[str], calibration_files: list[str], text
         tokens.tokenizer,
         corpus,
         tokens,
-        sequence_length=model.config.max_position_embeddings,
+        sequence_length=evaluation_length(model, None),
         seed=0,
         blocks_read=0,
         is_training_known=True,
@@ -158,10 +160,3 @@ def model_source(name: str, files: list[str], calibration_files: list[str], text
         card=lambda figures: card,
         run_config=None,
     )
-
-
-def _load_golf(name: str) -> tuple[GolfForCausalLM, PreTrainedTokenizerBase]:
-    model, tokenizer = load_exported(name)
-    if not isinstance(model, GolfForCausalLM):
-        raise UserError(f"--model: {name} holds a {type(model).__name__}, not a model of hfgolf's.")
-    return model.float(), tokenizer

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from hfgolf.golf import artifact
+from hfgolf.golf.artifact import config_header
 from hfgolf.golf.decoder import weights_of, weights_sha256
 from hfgolf.golf.grid import Quantized, entropy_bits
 
@@ -52,11 +53,11 @@ def assert_equal(found, tensors):
 
 def test_decoded_model_equals_the_encoded_one_and_gives_the_same_bytes():
     tensors = model()
-    data = artifact.encode(CONFIG, tensors, list(tensors)).data
+    data = artifact.encode(config_header(CONFIG), tensors).data
     config, found = artifact.decode(data, shapes_of(tensors))
     assert config == CONFIG
     assert_equal(found, tensors)
-    assert artifact.encode(dict(reversed(CONFIG.items())), found, list(tensors)).data == data
+    assert artifact.encode(config_header(dict(reversed(CONFIG.items()))), found).data == data
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -70,7 +71,7 @@ def test_random_models_survive_a_round_trip(seed):
         else:
             spread, scale = random.uniform(0, 4), 10.0 ** random.uniform(-2, 2.5)
             tensors[f"matrix{number}"] = matrix(random, rows, columns, scale, random.random() < 0.5, spread)
-    encoded = artifact.encode({}, tensors, list(tensors))
+    encoded = artifact.encode(b"{}", tensors)
     found = artifact.decode(encoded.data, shapes_of(tensors))[1]
     for name, tensor in tensors.items():
         if not isinstance(tensor, Quantized):  # values too small for fp16's exponent lose more than the others
@@ -81,10 +82,10 @@ def test_random_models_survive_a_round_trip(seed):
 
 def test_bytes_of_all_parts_add_up_to_the_file():
     tensors = model()
-    encoded = artifact.encode(CONFIG, tensors, list(tensors))
+    encoded = artifact.encode(config_header(CONFIG), tensors)
     in_tensors = sum(found.weights + found.side for found in encoded.tensors.values())
     assert in_tensors + sum(encoded.parts.values()) == pytest.approx(len(encoded.data))
-    assert encoded.parts["config"] == len('{"hidden_size":24,"qk_norm":false,"vocab_size":61}')
+    assert encoded.parts["header"] == len('{"hidden_size":24,"qk_norm":false,"vocab_size":61}')
     assert encoded.tensors["norm.weight"].side < 1
 
 
@@ -92,7 +93,7 @@ def test_gaussian_weights_take_their_entropy():
     """All side information counted, except the row codes, which are random here: 5.3 bits each."""
     random = np.random.default_rng(1)
     tensors = {"a": matrix(random, 300, 1000), "b": matrix(random, 1000, 200)}
-    encoded = artifact.encode({}, tensors, list(tensors))
+    encoded = artifact.encode(b"{}", tensors)
     entropy_bytes = sum(entropy_bits(tensor.integers) * tensor.integers.size for tensor in tensors.values()) / 8
     code_bytes = 1300 * np.log2(40) / 8
     assert len(encoded.data) == pytest.approx(entropy_bytes + code_bytes, rel=0.003)
@@ -102,14 +103,14 @@ def test_classes_save_more_bytes_than_they_cost():
     """Scales that differ by an octave: coding by classes approaches the entropy given the scales."""
     random = np.random.default_rng(2)
     tensor = matrix(random, 600, 500, scale=3, spread=1.0)
-    encoded = artifact.encode({}, {"a": tensor}, ["a"])
+    encoded = artifact.encode(b"{}", {"a": tensor})
     side = encoded.tensors["a"].side
     assert encoded.tensors["a"].weights + side < 0.9 * entropy_bits(tensor.integers) * tensor.integers.size / 8
 
 
 def test_flipped_missing_and_appended_bytes_are_rejected():
     tensors = model()
-    data = artifact.encode(CONFIG, tensors, list(tensors)).data
+    data = artifact.encode(config_header(CONFIG), tensors).data
     damaged = [data + more for more in (b"\0", b"\0\0\0\0", b"golf", bytes(1000))]
     for place in range(len(data)):
         damaged.append(data[:place])
@@ -122,7 +123,7 @@ def test_flipped_missing_and_appended_bytes_are_rejected():
 @pytest.mark.parametrize("name", ["up.weight", "norm.weight", "zero.weight"])
 def test_weights_of_another_model_are_rejected(name):
     tensors = model()
-    data = artifact.encode(CONFIG, tensors, list(tensors)).data
+    data = artifact.encode(config_header(CONFIG), tensors).data
     shapes = shapes_of(tensors)
     shapes[name] = (*shapes[name][:-1], shapes[name][-1] + 1)
     with pytest.raises(ValueError, match="it does not hold the weights of this model"):
@@ -131,7 +132,7 @@ def test_weights_of_another_model_are_rejected(name):
 
 def test_later_format_version_is_rejected(monkeypatch):
     monkeypatch.setattr(artifact, "VERSION", 2)
-    data = artifact.encode({}, {}, []).data
+    data = artifact.encode(b"{}", {}).data
     with pytest.raises(ValueError, match="has version 2; this program reads version 1"):
         artifact.decode(data, {})
 
@@ -139,12 +140,12 @@ def test_later_format_version_is_rejected(monkeypatch):
 @pytest.mark.parametrize("value", [70000.0, -65519.0, np.inf, np.nan])
 def test_values_outside_fp16_are_rejected(value):
     with pytest.raises(ValueError, match="gain has a value that fp16 does not have"):
-        artifact.encode({}, {"gain": np.array([1, value], np.float32)}, ["gain"])
+        artifact.encode(b"{}", {"gain": np.array([1, value], np.float32)})
 
 
 def test_fp16_values_are_exact_and_zero_loses_its_sign():
     values = np.array([-0.0, 0.0, 1.0, -1.5, 2.0**-24, 65280.0], np.float32)
-    encoded = artifact.encode({}, {"a": values}, ["a"])
+    encoded = artifact.encode(b"{}", {"a": values})
     found = artifact.decode(encoded.data, {"a": (6,)})[1]["a"]
     np.testing.assert_array_equal(found[[0, 1, 2, 3, 5]], values[[0, 1, 2, 3, 5]])
     assert not np.signbit(found[0])

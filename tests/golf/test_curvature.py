@@ -15,6 +15,7 @@ from hfgolf.golf.curvature import (
     ROW_FLOOR,
     Curvature,
     added,
+    calibrated_curvature,
     calibration_batches,
     measure_curvature,
     token_counts,
@@ -157,10 +158,15 @@ def test_curvature_sums_are_exact_under_autocast():
         np.testing.assert_allclose(np.trace(one.hessian), np.trace(exact[name].hessian), rtol=0.05)
 
 
-def test_large_vocabularies_are_measured_in_parts(monkeypatch):
-    whole = measure_curvature(tiny(), [text()])
+def test_large_vocabularies_are_measured_in_small_batches(monkeypatch):
+    stream = Stream(np.random.default_rng(0).integers(0, 37, 500))
+    settings = {"seed": 3, "sequence_length": 12, "blocks_read": 0, "num_tokens": 96}
+    whole = calibrated_curvature(tiny(), stream, **settings)
     monkeypatch.setattr(module, "_LOGITS_PER_PASS", 37 * 12)  # one row per pass
-    parts = measure_curvature(tiny(), [text()])
+    model, rows = tiny(), []
+    model.model.embed_tokens.register_forward_hook(lambda module, inputs, output: rows.append(len(inputs[0])))
+    parts = calibrated_curvature(model, stream, **settings)
+    assert rows == [1] * 8
     for name, one in whole.items():
         np.testing.assert_allclose(parts[name].row_weights, one.row_weights, rtol=1e-4)
         np.testing.assert_allclose(parts[name].hessian, one.hessian, rtol=1e-4, atol=1e-6)

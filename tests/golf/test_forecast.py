@@ -28,7 +28,7 @@ def test_export_takes_the_forecast_bytes_at_the_forecast_loss(model_and_curvatur
     seen = forecast(weights, curvature, GolfSection(**options), overhead_bytes=500, size_of=size_of)
     assert seen["golf_step"] is seen["golf_loss"] is None
     exported = quantize_model(
-        model, curvature, budget_bytes=seen["golf_bytes"], overhead_bytes=500, size_of=size_of, **options
+        matrices(model), curvature, budget_bytes=seen["golf_bytes"], overhead_bytes=500, size_of=size_of, **options
     )
     errors = {name: one.dequantized() - weights[name] for name, one in exported.tensors.items()}
     price = sum(curvature[name].loss_increase(error) for name, error in errors.items())
@@ -47,7 +47,9 @@ def test_the_step_at_the_budget_is_that_of_an_export_whatever_the_coder_takes(mo
     weights, options = matrices(model), {"method": "nearest", "allocation": "curvature"}
     budget, coder = 30_000, lambda tensors: round(share * size_of(tensors))
     seen = forecast(weights, curvature, GolfSection(budget_bytes=budget, **options), overhead_bytes=0, size_of=coder)
-    exported = quantize_model(model, curvature, budget_bytes=budget, overhead_bytes=0, size_of=coder, **options)
+    exported = quantize_model(
+        matrices(model), curvature, budget_bytes=budget, overhead_bytes=0, size_of=coder, **options
+    )
     assert seen["golf_step"] == pytest.approx(exported.scale, rel=0.15)
     plain = forecast(weights, curvature, GolfSection(budget_bytes=budget, **options), overhead_bytes=0, size_of=size_of)
     # half the step is a quarter of the price

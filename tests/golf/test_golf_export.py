@@ -25,6 +25,7 @@ from hfgolf.golf.decoder import read_sections
 from hfgolf.golf.ledger import rescore
 from hfgolf.golf.script import MAX_BYTES
 from hfgolf.golf.source import run_source
+from hfgolf.golf.unpack import state_sha256, unpack
 from hfgolf.publish.hub import exported_files
 from hfgolf.system.errors import UserError
 
@@ -78,6 +79,23 @@ def test_exported_model_is_the_one_that_was_scored(exported):
         nats = torch.nn.functional.cross_entropy(model(inputs).logits.flatten(0, 1), labels.flatten(), reduction="sum")
     after = json.loads((exported / "ledger.json").read_text())["after"]
     assert after["nats"] / after["tokens"] == pytest.approx(nats.item() / labels.numel(), abs=0.01)
+
+
+def test_a_run_of_another_architecture_exports_what_unpack_reads(tmp_path, tiny_run_in, run_script, hfgolf):
+    folder = tmp_path / "runs" / "tiny"
+    ends = {"train__max_steps": 20, "train__eval_every_steps": 20, "golf__calibration_tokens": 512}
+    train(load_config(tiny_run_in(tmp_path, **ends, model__architecture="llama")))
+    assert hfgolf("golf", "export", "--run", folder, "--budget_bytes", BUDGET).status == 0
+    exported = folder / "golf"
+    ledger = json.loads((exported / "ledger.json").read_text())
+    sizes = {path.name: path.stat().st_size for path in exported.iterdir() if path.is_file()}
+    assert 0.995 * BUDGET <= sizes["artifact.bin"] + sizes["unpack.py"] == ledger["totals"]["challenge"] <= BUDGET
+    state = unpack(str(exported / "artifact.bin"))
+    assert state_sha256(state) == ledger["weights_sha256"] and ledger["problems"] == []
+    model = AutoModelForCausalLM.from_pretrained(exported / "model")
+    assert state_sha256(model.state_dict()) == ledger["weights_sha256"]
+    said = run_script("golf_score.py", exported)
+    assert said.status == 2 and "unpack.py, reads the weights but scores nothing; use hfgolf evaluate" in said.err
 
 
 def order_of(model, shapes):

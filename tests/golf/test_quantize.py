@@ -90,6 +90,20 @@ def test_predicted_bytes_match_the_entropy_of_gaussian_rows(two_matrices, alloca
     assert bits / 8 + side == pytest.approx(4000, rel=0.01)
 
 
+@pytest.mark.parametrize("allocation", ["curvature", "uniform"])
+def test_rows_that_share_a_step_change_their_codes_one_after_the_other(allocation):
+    """As those of tokens that never occur; else the size would jump, and budgets near the jump could not be filled."""
+    weights = {name: np.ones((500, 4), np.float32) for name in ("first", "second")}
+    curvature = {name: Curvature(np.eye(4), np.ones(500)) for name in weights}
+    plan = allocate(weights, allocation, curvature, None)
+    for octaves in np.linspace(-3, -2, 7):
+        before, after = (
+            np.concatenate([unit.row_codes(2 ** (octaves + more)) for unit in plan.values()]).astype(int)
+            for more in (0, 1 / 64)
+        )
+        assert (after - before).mean() == pytest.approx(8 / 64, abs=0.01)
+
+
 def test_outlier_makes_its_row_coarser_instead_of_being_clipped():
     weight = np.full((2, 50), 1e-3, dtype=np.float32)
     weight[1, 7] = 1e3
@@ -116,7 +130,7 @@ def test_quantized_model_fills_the_budget(small_model, allocation, method, bits)
     model, curvature = small_model
     budget = 3000 + round(sum(w.size for w in matrices(model).values()) * bits / 8)
     quantized = quantize_model(
-        model,
+        matrices(model),
         curvature,
         budget_bytes=budget,
         overhead_bytes=3000,
@@ -138,7 +152,7 @@ def test_real_artifacts_land_in_the_last_half_percent_of_the_budget(small_model,
     encode = model_encoder(model)
     budget = 7000 + round(sum(weight.size for weight in matrices(model).values()) * bits / 8)
     quantized = quantize_model(
-        model,
+        matrices(model),
         curvature,
         budget_bytes=budget,
         overhead_bytes=7000,
@@ -157,7 +171,7 @@ def test_curvature_and_passing_errors_on_lower_the_predicted_loss_at_any_size(se
 
     def loss(method: str, allocation: str) -> float:
         options = {"method": method, "allocation": allocation, "size_of": size_of}
-        tensors = quantize_model(model, curvature, budget_bytes=budget, overhead_bytes=0, **options).tensors
+        tensors = quantize_model(matrices(model), curvature, budget_bytes=budget, overhead_bytes=0, **options).tensors
         return sum(curvature[name].loss_increase(one.dequantized() - weights[name]) for name, one in tensors.items())
 
     assert loss("gptq", "curvature") < loss("nearest", "curvature") < loss("nearest", "sdclip")
@@ -167,17 +181,17 @@ def test_curvature_and_passing_errors_on_lower_the_predicted_loss_at_any_size(se
 def test_too_small_budget_error_names_the_bytes_needed(small_model):
     model, curvature = small_model
     with pytest.raises(UserError, match=r"golf.budget_bytes: 6,000 is too small: .* still takes \S+ bytes") as said:
-        quantize_model(model, curvature, budget_bytes=6000, overhead_bytes=5500, size_of=size_of)
+        quantize_model(matrices(model), curvature, budget_bytes=6000, overhead_bytes=5500, size_of=size_of)
     needed = int(str(said.value).split("takes ")[1].split(" ")[0].replace(",", ""))
     quantized = quantize_model(
-        model, curvature, budget_bytes=round(1.05 * needed), overhead_bytes=5500, size_of=size_of
+        matrices(model), curvature, budget_bytes=round(1.05 * needed), overhead_bytes=5500, size_of=size_of
     )
     assert quantized.size_bytes <= 1.05 * needed
 
 
 def test_too_large_budget_reports_the_free_bytes(small_model):
     model, curvature = small_model
-    quantized = quantize_model(model, curvature, budget_bytes=10**6, overhead_bytes=0, size_of=size_of)
+    quantized = quantize_model(matrices(model), curvature, budget_bytes=10**6, overhead_bytes=0, size_of=size_of)
     assert len(quantized.findings) == 1 and f"{10**6 - quantized.size_bytes:,} bytes stay free" in quantized.findings[0]
     for name, weight in matrices(model).items():
         error = quantized.tensors[name].dequantized() - weight
@@ -190,7 +204,7 @@ def test_fresh_model_with_zero_projections_can_be_rounded():
     curvature = measure_curvature(model, [{"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}])
     for allocation in ("curvature", "sdclip", "uniform"):
         quantized = quantize_model(
-            model, curvature, budget_bytes=4000, overhead_bytes=0, size_of=size_of, allocation=allocation
+            matrices(model), curvature, budget_bytes=4000, overhead_bytes=0, size_of=size_of, allocation=allocation
         )
         assert quantized.size_bytes <= 4000
         assert not quantized.tensors["model.layers.0.self_attn.o_proj.weight"].integers.any()

@@ -10,11 +10,11 @@ import torch
 from hfgolf.config.parse import load_config
 from hfgolf.data.token_stream import open_stream
 from hfgolf.golf import hooks
-from hfgolf.golf.artifact import encode
+from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.curvature import calibration_batches, measure_curvature
 from hfgolf.golf.ledger import files_besides
 from hfgolf.golf.quantize import matrices, quantize_model
-from hfgolf.golf.script import config_differences, packed_script
+from hfgolf.golf.script import packed_script
 from hfgolf.publish.load import load_exported
 from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
@@ -62,17 +62,15 @@ def test_last_forecast_matches_the_export(run, tiny_run, monkeypatch):
     assert row["golf_margin_bytes"] is row["golf_step"] is row["golf_loss"] is None
     assert json.loads((folder / "summary.json").read_text())["step"] == 60
     model, _ = load_exported(str(folder / "model"))
-    rest = {name: one.detach().numpy() for name, one in model.named_parameters() if one.ndim != 2}
-    order = [name for name, _ in model.named_parameters()]
     (tokens,) = folder.parents[1].rglob("tokens/*/train/*.arrow")
     batches = calibration_batches(open_stream(tokens), seed=1, sequence_length=32, blocks_read=0, num_tokens=4096)
     curvature = measure_curvature(model, batches)
     exported = quantize_model(
-        model,
+        matrices(model),
         curvature,
         budget_bytes=row["golf_bytes"],
         overhead_bytes=len(packed_script(model.config)),
-        size_of=lambda tensors: len(encode(config_differences(model.config), {**rest, **tensors}, order).data),
+        size_of=lambda tensors: len(model_encoder(model)(tensors).data),
     )
     weights = matrices(model)
     loss = sum(
