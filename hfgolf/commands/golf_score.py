@@ -8,6 +8,7 @@ Exits with 1 if anything differs. Without --files, which text was scored is the 
 from pathlib import Path
 
 from hfgolf.commands.options import Answer, ScriptParser, bounded
+from hfgolf.system.errors import UserError
 
 
 def main() -> Answer:
