@@ -1,7 +1,7 @@
-"""score.py: the program that scores an artifact, in one small file that needs torch and numpy only.
+"""score.py, the program that scores an artifact, and the program of an archive; they need torch and numpy only.
 
-Assembled from the real sources: from program.py, and whatever it uses of the files in SOURCES. Owns assembling,
-shrinking and packing. Does not know artifacts or scores.
+Assembled from the real sources: from program.py or restore.py, and whatever it uses of the files in SOURCES. Owns
+assembling, shrinking and packing. Does not know artifacts or scores.
 """
 
 from __future__ import annotations
@@ -29,9 +29,10 @@ SOURCES = (
     "golf/decoder.py",
     "model/layers_golf.py",
     "golf/program.py",
+    "golf/exact.py",
+    "golf/restore.py",
 )
-_ENTRY = "main"
-_KEPT_NAMES = (_ENTRY, "load_model")
+_KEPT_NAMES = ("main", "load_model", "restore")
 _DROPOUT = "apply_dropout"
 _VECTOR = "_vector"  # layers_golf.py: a parameter, or None if its first argument is false
 _NO_DROPOUT = ("dropout", "attention_dropout")
@@ -47,28 +48,41 @@ def packed_script(config: GolfConfig) -> bytes:
 
     What the config makes constant is: its values, and without the branches that they never take.
     """
-    return _packed(tuple((name, repr(getattr(config, name))) for name in defaults()))
+    packed = _packed(_values(config), "main", "if __name__=='__main__':main({})\n")
+    # base85 survives any editor that keeps lines
+    return b'import lzma,base64\nexec(lzma.decompress(base64.b85decode("%b")))\n' % base64.b85encode(packed)
+
+
+def packed_restore(config: GolfConfig) -> bytes:
+    """Return the program of archives of models with a config, which defines `restore`, packed with LZMA."""
+    return _packed(_values(config), "restore", "")
+
+
+def _values(config: GolfConfig) -> tuple[tuple[str, str], ...]:
+    return tuple((name, repr(getattr(config, name))) for name in defaults())
 
 
 @lru_cache(maxsize=8)
-def _packed(values: tuple[tuple[str, str], ...]) -> bytes:
-    statements = assemble({name: ast.literal_eval(value) for name, value in values})
+def _packed(values: tuple[tuple[str, str], ...], entry: str, ending: str) -> bytes:
+    statements = assemble({name: ast.literal_eval(value) for name, value in values}, entry)
     _rename(statements)
     source = _indented_by_one(ast.unparse(ast.fix_missing_locations(ast.Module(statements, []))))
-    content = f"{source}if __name__=='__main__':{_ENTRY}({{}})\n".encode()
+    return smallest_lzma((source + ending).encode())
+
+
+def smallest_lzma(content: bytes) -> bytes:
+    """Return content packed with those settings of LZMA that make it smallest, for lzma.decompress."""
     filters = [
         {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": lc, "lp": lp, "pb": pb}
         for lc in range(5)
         for lp in range(5 - lc)
         for pb in range(3)
     ]
-    packed = min((lzma.compress(content, lzma.FORMAT_ALONE, filters=[each]) for each in filters), key=len)
-    # base85 survives any editor that keeps lines
-    return b'import lzma,base64\nexec(lzma.decompress(base64.b85decode("%b")))\n' % base64.b85encode(packed)
+    return min((lzma.compress(content, lzma.FORMAT_ALONE, filters=[each]) for each in filters), key=len)
 
 
-def assemble(values: Mapping[str, Any]) -> list[ast.stmt]:
-    """Return one module with `main` and everything that it uses, from SOURCES, for a config with these values.
+def assemble(values: Mapping[str, Any], entry: str = "main") -> list[ast.stmt]:
+    """Return one module with `entry` and everything that it uses, from SOURCES, for a config with these values.
 
     Raises ValueError if two sources give different things one name, or if a source renames what it imports.
     """
@@ -85,7 +99,7 @@ def assemble(values: Mapping[str, Any]) -> list[ast.stmt]:
             if name in definitions:
                 raise ValueError(f"two sources of score.py define {name}: rename one")
             definitions[name] = statement
-    needed, waiting = {_ENTRY}, [_ENTRY]
+    needed, waiting = {entry}, [entry]
     while waiting:
         used = set(_names(definitions[waiting.pop()])) & definitions.keys() - needed
         needed |= used
