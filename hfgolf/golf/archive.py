@@ -179,11 +179,11 @@ def unarchive(path: Path, output: Path) -> int:
         if found is None:
             raise ValueError("it does not begin as one")
         *numbers, sha256 = found.groups()
-        end, _, *sizes = map(int, numbers[:5])
+        end, _, *sizes, start, num_tokens, lanes = map(int, numbers)
         ends = np.cumsum([end, *sizes]).tolist()
         sections = [data[a:b] for a, b in itertools.pairwise(ends)]
         program = packed_restore(config_of(sections[0]))
-        if data != _assembled(program, sections, *map(int, numbers[5:]), sha256):
+        if data != _assembled(program, sections, start, num_tokens, lanes, sha256):
             raise ValueError("its program is another one")
     except (OSError, ValueError, TypeError, KeyError, RecursionError, zipfile.BadZipFile) as error:
         raise UserError(

@@ -123,9 +123,10 @@ class Window:
 
     def extend(self, ids: Tensor, num_kept: int) -> Tensor:
         """Read ids (B, T); return the logits of its last positions, (B, num_kept, V) in fp64."""
-        stack, self.num_kept = self.network.model, num_kept
+        stack: Any = self.network.model
+        self.num_kept = num_kept
         self.ids = torch.cat((self.ids, ids), 1) if self.kept else ids
-        stack.run, stack._embed = self._run, self._embed  # type: ignore[method-assign]
+        stack.run, stack._embed = self._run, self._embed
         with torch.no_grad(), self.exact:
             return self.network(ids)
 
@@ -181,7 +182,8 @@ def load_exact(network: GolfNetwork) -> GolfNetwork:
     """Return the network in fp64, without the powers that Python took when it was built."""
     config = network.model.config
     if config.norm_depth_scale:
-        for index, layer in enumerate(network.model.layers):
+        layers: Any = network.model.layers
+        for index, layer in enumerate(layers):
             layer.norm_scale = 1 / math.sqrt(index + 1)
     return network.double()
 

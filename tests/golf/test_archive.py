@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ from hfgolf.system.errors import UserError
 
 SHAKESPEARE = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare.txt"
 EXACT_MODELS = {name: changes for name, changes in MODELS.items() if changes.get("norm") != "layernorm"}
+EXACT_MODELS["learned"] = {"position_embedding": "learned", "use_bias": True, "activation": "silu", "qk_norm": False}
 TEXT = "Él said: «To be, or not to be» 🙂\r\n\tthat is the question.\n" * 8
 
 
@@ -128,16 +130,18 @@ def test_any_sum_of_integers_stays_exact(size):
 @pytest.mark.parametrize(
     ("compute", "said"),
     [
-        (lambda: random(3).cos(), "computes cos"),
-        (lambda: torch.nn.functional.layer_norm(random(2, 3), (3,)), "computes native_layer_norm"),
-        (lambda: random(3, 3) @ random(3, 3), "numbers that are not exact"),
-        (lambda: torch.full((2, 3), 2.0**52, dtype=torch.float64).sum(-1), "numbers that are not exact"),
+        (lambda x: x.cos(), "computes cos"),
+        (lambda x: torch.nn.functional.layer_norm(x, (3,)), "computes native_layer_norm"),
+        (lambda x: x @ x, "adds numbers that are not exact"),
+        (lambda x: (x.round() * 2.0**52).sum(-1), "adds numbers that are not exact"),
     ],
 )
 def test_the_guard_refuses_what_may_differ_between_machines(compute, said):
-    compute()
-    with pytest.raises(UserError, match=f"^golf archive: the model .*{said}"), Guard():
-        compute()
+    x = 1.1 * torch.eye(3, dtype=torch.float64)
+    with Guard():
+        (x.round() @ x.round()).sum(-1)
+    with pytest.raises(UserError, match=f"^golf archive: the model {said}"), Guard():
+        compute(x)
 
 
 @pytest.mark.parametrize(("count", "length"), [(1, 8), (8, 8), (9, 8), (100, 16), (100, 7), (5, 1)])
@@ -150,7 +154,7 @@ def test_windows_of_a_lane_are_sliding_windows_of_half_a_stride(count, length):
 def test_the_program_of_an_archive_decodes_what_was_coded_within_half_a_percent(name, tmp_path, monkeypatch, capfd):
     """In lanes of which the last is not full, over several windows; `record` has most switches."""
     model, network, data = network_of(**MODELS[name])
-    count, lanes = 2300, 20
+    count, lanes = 2290, 20
     ids = torch.randint(0, 97, (lanes, 116), generator=torch.Generator().manual_seed(0))
     ids[:, 0] = 0
     text = bytes(ids[:, 1:].flatten()[:count].tolist())
@@ -159,7 +163,8 @@ def test_the_program_of_an_archive_decodes_what_was_coded_within_half_a_percent(
     stream = encode_tokens(network, ids, count)
     assert ideal_bytes - 1 < len(stream) < 1.005 * ideal_bytes
     program: dict = {"__name__": "archive"}
-    exec(lzma.decompress(packed_restore(model.config)).decode(), program)
+    source = lzma.decompress(packed_restore(model.config)).decode()
+    exec(compile(source, "restore", "exec", dont_inherit=True), program)
     vocabulary = lzma.compress(np.ones(97, "<u2").tobytes() + bytes(range(97)))
     sections = [data, vocabulary, stream]
     monkeypatch.setattr(sys, "argv", ["archive", str(tmp_path / "text")])
@@ -188,7 +193,10 @@ def test_an_archive_is_one_file_that_writes_its_text_without_hfgolf(folder, hfgo
     assert figures["sha256"] == hashlib.sha256(whole).hexdigest()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    done = subprocess.run([sys.executable, "-I", path], cwd=elsewhere, capture_output=True, check=True)
+    # another machine, as far as this one can be one: no vector instructions in torch, other ones in MKL, more threads
+    other = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-I", path]
+    done = subprocess.run(command, cwd=elsewhere, env=os.environ | other, capture_output=True, check=True)
     assert done.stdout == whole and b"hfgolf" not in path.read_bytes()
     again = hfgolf("golf", "unarchive", path, "--output", elsewhere / "again")
     assert again.status == 0 and (elsewhere / "again").read_bytes() == whole
