@@ -33,6 +33,8 @@ VERBS = {
     "golf plan": "which shape to train for a number of bytes and minutes",
     "golf export": "fit a model into a number of bytes",
     "golf score": "score such an export once more, from the bytes on disk",
+    "golf archive": "a text as one file that decodes itself, coded by an export's model",
+    "golf unarchive": "the text of such a file",
     "golf record": "whether runs beat a record by more than their noise",
 }
 """{verb: what it is for}. The verb's file has its name, with _ for a space."""

@@ -16,6 +16,62 @@ from hfgolf.model.layers_golf import GolfNetwork
 from hfgolf.model.modeling_golf import GolfForCausalLM
 
 VOCABULARY = 97
+MODELS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "gpt2": {
+        "norm": "layernorm",
+        "position_embedding": "learned",
+        "activation": "gelu_new",
+        "use_bias": True,
+        "qk_norm": False,
+        "embedding_norm": False,
+    },
+    "grouped": {"num_key_value_heads": 1, "logit_soft_cap": 5.0, "activation": "swiglu"},
+    "untied": {"tie_word_embeddings": False, "position_embedding": "none", "intermediate_size": 48, "norm_eps": 1e-3},
+    "baseline": {
+        "norm_weight": False,
+        "query_gain": 1.5,
+        "branch_scale": True,
+        "embedding_residual": True,
+        "unet_skips": "add",
+        "logit_soft_cap": 30.0,
+        "num_key_value_heads": 1,
+    },
+    "record": {
+        "num_hidden_layers": 5,
+        "norm_weight": False,
+        "norm_depth_scale": True,
+        "rope_dims": 8,
+        "activation": "leaky_relu2",
+        "activation_slope": 0.3,
+        "query_gain": 5.0,
+        "branch_scale": True,
+        "embedding_residual": True,
+        "unet_skips": "gated",
+        "exclude_self_value": 5,
+        "parallel_from": 3,
+        "lanes": True,
+        "loop": [1, 2, 3],
+        "head_gate": 12,
+        "head_gate_scale": 0.5,
+        "smear_gate": 12,
+        "attention_span": "document",
+        "bos_token_id": 3,
+        "logit_soft_cap": 30.0,
+        "logit_soft_cap_negative": 20.0,
+    },
+    "others": {
+        "parallel_from": 1,
+        "bigram_buckets": 50,
+        "bigram_size": 8,
+        "value_embedding_layers": 1,
+        "value_embedding_size": 8,
+        "embedding_size": 16,
+        "logit_soft_cap": 10.0,
+        "soft_cap_form": "poly5",
+    },
+    "dropout": {"dropout": 0.5, "attention_dropout": 0.5, "rope_theta": 100.0},
+}
 
 
 def build_model(**changes: Any) -> GolfForCausalLM:

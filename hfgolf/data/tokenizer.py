@@ -287,28 +287,35 @@ def find_tokenizer_loss(tokenizer: PreTrainedTokenizerFast, texts: list[str], en
     )
 
 
-def entry_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-    """Return the number of UTF-8 bytes that each entry of a vocabulary spells, (V,) int64; special tokens spell none.
+def entry_spellings(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
+    """Return the UTF-8 bytes that each entry of a vocabulary spells, (V,); special tokens spell none.
 
     Byte-level entries spell one byte per character, case operators none. In SentencePiece's, U+2581 is a space and
     <0x0A> is one byte.
     """
     rules = json.loads(tokenizer.backend_tokenizer.to_str())
     is_byte_level = '"ByteLevel"' in json.dumps(rules["decoder"])
-    symbols = set(pre_tokenizers.ByteLevel.alphabet())
-    is_transformed = has_case_operators(tokenizer.backend_tokenizer)
-    silent = {bytes_to_unicode()[ord(operator)] for operator in OPERATORS} if is_transformed else set()
-    counts = np.zeros(embedding_rows(tokenizer), np.int64)
+    spelled_by = {symbol: bytes([byte]) for byte, symbol in bytes_to_unicode().items()}
+    if has_case_operators(tokenizer.backend_tokenizer):
+        spelled_by |= {bytes_to_unicode()[ord(operator)]: b"" for operator in OPERATORS}
+    spellings = [b""] * embedding_rows(tokenizer)
     added = {token["id"]: token for token in rules["added_tokens"]}
     for entry, number in tokenizer.get_vocab().items():
         if number in added:
-            counts[number] = 0 if added[number]["special"] else len(entry.encode())
-        elif is_byte_level and symbols.issuperset(entry):
-            counts[number] = sum(symbol not in silent for symbol in entry)
+            spellings[number] = b"" if added[number]["special"] else entry.encode()
+        elif is_byte_level and spelled_by.keys() >= set(entry):
+            spellings[number] = b"".join(map(spelled_by.__getitem__, entry))
         else:
-            counts[number] = 1 if _BYTE_ENTRY.fullmatch(entry) else len(entry.replace(SPACE, " ").encode())
-    counts[document_start(tokenizer)] = 0
-    return counts
+            is_byte = _BYTE_ENTRY.fullmatch(entry)
+            spellings[number] = bytes([int(entry[3:5], 16)]) if is_byte else entry.replace(SPACE, " ").encode()
+    for number in document_start(tokenizer):
+        spellings[number] = b""
+    return spellings
+
+
+def entry_bytes(tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
+    """Return the number of bytes that each entry of a vocabulary spells, (V,) int64; see entry_spellings."""
+    return np.array([*map(len, entry_spellings(tokenizer))], np.int64)
 
 
 def tokenizer_sha256(tokenizer: PreTrainedTokenizerFast) -> str:

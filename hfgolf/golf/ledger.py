@@ -239,13 +239,18 @@ def _read_told(folder: Path) -> dict[str, Any]:
     return told
 
 
+def config_of(artifact: bytes) -> GolfConfig:
+    """Return the config in an artifact. Raises ValueError, TypeError or RecursionError for one that is damaged."""
+    fields = read_config(artifact)
+    if not (isinstance(fields, dict) and fields.keys() <= defaults().keys()):
+        raise ValueError("it is damaged: its config has unknown fields")
+    return GolfConfig(**fields)
+
+
 def _program_problem(folder: Path) -> str | None:
     """Return why score.py must not be run: it is not the program for the artifact. Runs nothing of the folder."""
     try:
-        fields = read_config((folder / ARTIFACT).read_bytes())
-        if not (isinstance(fields, dict) and fields.keys() <= defaults().keys()):
-            raise ValueError("it is damaged: its config has unknown fields")
-        program = packed_script(GolfConfig(**fields))
+        program = packed_script(config_of((folder / ARTIFACT).read_bytes()))
     except (ValueError, TypeError, RecursionError) as error:
         return f"{folder / ARTIFACT}: {one_line(error)}."
     if (folder / SCRIPT).read_bytes() == program:
@@ -259,11 +264,9 @@ def _program_problem(folder: Path) -> str | None:
 def _text_problem(folder: Path, files: Sequence[str]) -> str | None:
     """Return how tokens, their bytes and the certificate differ from raw files; without these, from each other."""
     certificate = read_json(folder / CERTIFICATE)
-    eos = read_config((folder / ARTIFACT).read_bytes()).get("eos_token_id", GolfConfig.eos_token_id or 0)
     try:
-        packed = lzma.LZMADecompressor().decompress((folder / TOKENIZER).read_bytes(), _MAX_TOKENIZER_BYTES)
-        backend = Tokenizer.from_str(packed.decode())
-        tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=str(backend.id_to_token(eos)))
+        tokenizer = read_tokenizer(folder)
+        backend = tokenizer.backend_tokenizer
         tokens = np.fromfile(folder / TOKENS, "<u2" if len(tokenizer) <= 2**16 else "<u4")
         token_bytes = np.fromfile(folder / TOKEN_BYTES, "<u2")
         spelled = entry_bytes(tokenizer)[tokens]
@@ -287,6 +290,14 @@ def _text_problem(folder: Path, files: Sequence[str]) -> str | None:
     }
     wrong = [name for name, value in expected.items() if certificate.get(name) != value]
     return f"{folder / CERTIFICATE} is of another text: {', '.join(wrong)} differ." if wrong else None
+
+
+def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of an exported folder. Raises whatever a damaged file leads to."""
+    eos = read_config((folder / ARTIFACT).read_bytes()).get("eos_token_id", GolfConfig.eos_token_id or 0)
+    packed = lzma.LZMADecompressor().decompress((folder / TOKENIZER).read_bytes(), _MAX_TOKENIZER_BYTES)
+    backend = Tokenizer.from_str(packed.decode())
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=str(backend.id_to_token(eos)))
 
 
 def _raw_problem(

@@ -1,6 +1,6 @@
-"""score.py and unpack.py: the programs that read an artifact, each a small file that needs torch and numpy only.
+"""score.py, unpack.py and the program of an archive: small files that need torch and numpy only.
 
-Assembled from the real sources: from program.py or unpack.py, and whatever it uses of the files in SOURCES. Owns
+Assembled from the real sources: program.py, unpack.py or restore.py, and what it uses of the files in SOURCES. Owns
 assembling, shrinking and packing. Does not know artifacts or scores.
 """
 
@@ -30,8 +30,10 @@ SOURCES = (
     "model/layers_golf.py",
     "golf/program.py",
     "golf/unpack.py",
+    "golf/exact.py",
+    "golf/restore.py",
 )
-_KEPT_NAMES = ("main", "load_model", "unpack", "print_sha256")
+_KEPT_NAMES = ("main", "load_model", "unpack", "print_sha256", "restore")
 _DROPOUT = "apply_dropout"
 _VECTOR = "_vector"  # layers_golf.py: a parameter, or None if its first argument is false
 _NO_DROPOUT = ("dropout", "attention_dropout")
@@ -47,8 +49,7 @@ def packed_script(config: GolfConfig) -> bytes:
 
     What the config makes constant is: its values, and without the branches that they never take.
     """
-    values = tuple((name, repr(getattr(config, name))) for name in defaults())
-    return _self_extracting(_packed(values, "main", "if __name__=='__main__':main({})\n"))
+    return _self_extracting(_packed(_values(config), "main", "if __name__=='__main__':main({})\n"))
 
 
 def packed_unpack() -> bytes:
@@ -56,9 +57,18 @@ def packed_unpack() -> bytes:
     return _self_extracting(_packed((), "print_sha256", "if __name__=='__main__':print_sha256()\n"))
 
 
+def packed_restore(config: GolfConfig) -> bytes:
+    """Return the program of archives of models with a config, which defines `restore`, packed with LZMA."""
+    return _packed(_values(config), "restore", "")
+
+
 def _self_extracting(packed: bytes) -> bytes:
     # base85 survives any editor that keeps lines
     return b'import lzma,base64\nexec(lzma.decompress(base64.b85decode("%b")))\n' % base64.b85encode(packed)
+
+
+def _values(config: GolfConfig) -> tuple[tuple[str, str], ...]:
+    return tuple((name, repr(getattr(config, name))) for name in defaults())
 
 
 @lru_cache(maxsize=8)
@@ -66,7 +76,11 @@ def _packed(values: tuple[tuple[str, str], ...], entry: str, ending: str) -> byt
     statements = assemble({name: ast.literal_eval(value) for name, value in values}, entry)
     _rename(statements)
     source = _indented_by_one(ast.unparse(ast.fix_missing_locations(ast.Module(statements, []))))
-    content = (source + ending).encode()
+    return smallest_lzma((source + ending).encode())
+
+
+def smallest_lzma(content: bytes) -> bytes:
+    """Return content packed with those settings of LZMA that make it smallest, for lzma.decompress."""
     filters = [
         {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": lc, "lp": lp, "pb": pb}
         for lc in range(5)

@@ -1,0 +1,299 @@
+"""A text as one file that writes it again: the model of an export, and the text coded by that model's probabilities.
+
+The file is a Python program (a zip file with bytes in front of it) that needs torch and numpy only. Its size is a score
+without any doubt: the text comes back from these bytes. Owns encoding, the file, and the proof that it decodes.
+exact.py has the probabilities, and restore.py decodes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import itertools
+import math
+import re
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import PreTrainedTokenizerFast
+
+from hfgolf.data.tokenizer import build_encoder, document_start, entry_spellings
+from hfgolf.evaluate.windows import plan_windows, score, sum_nats
+from hfgolf.golf.exact import TOTAL_BITS, Exact, Window, cumulated, load_exact, spans
+from hfgolf.golf.ledger import ARTIFACT, config_of, read_tokenizer, run_alone
+from hfgolf.golf.program import LOGITS_PER_BATCH, load_model
+from hfgolf.golf.restore import STATE_BITS, TOKENS_PER_PART
+from hfgolf.golf.script import packed_restore, smallest_lzma
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.layers_golf import GolfNetwork, layer_order
+from hfgolf.system.durable import write_bytes
+from hfgolf.system.errors import UserError, writing
+from hfgolf.system.wording import one_line
+
+MAX_LANES = 64
+TOKENS_PER_LANE = 2048
+"""Of short texts. A pass over many lanes takes little longer than over one, but each lane begins without context."""
+_CACHE_BYTES = 2**31  # for keys and values of all lanes
+_SUPPORTED = {"norm": ("rmsnorm",), "activation": ("relu2", "leaky_relu2", "silu", "swiglu")}
+_SUMS = {"mm", "bmm", "sum", "cumsum"}
+_EXACT = {  # moves numbers, compares them, or is one correctly rounded operation on each
+    *("__lshift__", "_to_copy", "_unsafe_view", "abs", "add", "alias", "amax", "arange", "bitwise_and"),
+    *("bitwise_not", "bitwise_xor", "cat", "clamp", "clamp_min", "clone", "constant_pad_nd", "copy_", "detach"),
+    *("div", "embedding", "empty", "eq", "expand", "floor", "frexp", "gather", "ge", "gt", "index", "le"),
+    *("leaky_relu", "lift_fresh", "lt", "masked_fill", "mul", "ne", "neg", "new_empty_strided", "new_zeros"),
+    *("ones_like", "permute", "promote_types", "relu", "remainder", "round", "rsub", "scalar_tensor", "select"),
+    *("slice", "split", "split_with_sizes", "sqrt", "squeeze", "stack", "sub", "t", "transpose", "unbind"),
+    *("unsqueeze", "view", "where", "zeros", "zeros_like"),
+}
+_STUB = (
+    'import sys,lzma\nd=open(sys.argv[0],"rb").read()\nexec(lzma.decompress(d[:{0}]))\n'
+    'restore(d[{0}:],({1},{2},{3}),{4},{5},{6},"{7}")\n'
+)
+
+
+class Guard(TorchDispatchMode):
+    """Within this context, any operation whose result could depend on the machine raises UserError.
+
+    Sums must be of integers in fp64 and stay below 2**53. The values are checked, not only the names.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in _SUMS:
+            numbers = [x.double() for x in args if isinstance(x, Tensor)]
+            bound = math.prod(float(x.abs().max()) for x in numbers) * args[0].shape[-1]
+            if not (bound < 2**53 and all(bool((x == x.round()).all()) for x in numbers)):
+                raise UserError(f"golf archive: the model adds numbers that are not exact ({name}, up to {bound:.2g}).")
+        elif name not in _EXACT:
+            raise UserError(f"golf archive: the model computes {name}, whose result may differ between machines.")
+        return func(*args, **(kwargs or {}))
+
+
+def archive(
+    folder: Path, files: Sequence[Path], output: Path, progress: Callable[[str], None] = lambda line: None
+) -> dict[str, Any]:
+    """Write the text of `files`, one after the other, as an archive; return its figures.
+
+    folder: of an export. The archive is there only if a clean process has decoded it to exactly this text. Raises
+    UserError if folder, model, tokenizer or text do not allow it.
+    """
+    artifact, config, network, tokenizer = _read_export(folder)
+    started_at = time.perf_counter()
+
+    def say(line: str) -> None:
+        progress(f"[{time.perf_counter() - started_at:5.0f} s] {line} ...")
+
+    say("tokens")
+    texts = [_read_text(path) for path in files]
+    tokens, spellings = _tokenize(texts, tokenizer, config.vocab_size)
+    text = b"".join(texts)
+    start, num_tokens = document_start(tokenizer)[0], len(tokens)
+    lanes = choose_lanes(num_tokens, config)
+    targets = -(-num_tokens // lanes)
+    padded = np.pad(tokens, (0, lanes * targets - num_tokens)).reshape(lanes, targets)
+    ids = np.pad(padded, ((0, 0), (1, 0)), constant_values=start)
+    say("the model's own bits")
+    ideal_bytes = _bits(network, [row[: num_tokens - lane * targets + 1] for lane, row in enumerate(ids)]) / 8
+    whole_bytes = _bits(network, [np.concatenate([[start], tokens])]) / 8
+    say("coding")
+    stream = encode_tokens(network, torch.from_numpy(ids), num_tokens)
+    lengths = np.array([*map(len, spellings)], "<u2").tobytes()
+    sections = [artifact, smallest_lzma(lengths + b"".join(spellings)), stream]
+    sha256 = hashlib.sha256(text).hexdigest()
+    program = packed_restore(config)
+    data = _assembled(program, sections, start, num_tokens, lanes, sha256)
+    say("decoding in a clean process")
+    coded_at = time.perf_counter()
+    with tempfile.TemporaryDirectory() as clean:
+        written = Path(clean, output.name)
+        written.write_bytes(data)
+        if _restored(written) != text:
+            raise UserError(f"--files: {output} was not written, because it would decode to another text.")
+    with writing("--output", output):
+        write_bytes(output, data)
+    parts = dict(zip(("program", "weights", "vocabulary", "text"), map(len, [program, *sections]), strict=True))
+    return {
+        "archive": str(output),
+        "bytes": len(data),
+        "text_bytes": len(text),
+        "bits_per_byte": 8 * len(data) / len(text),
+        "parts": parts | {"frame": len(data) - sum(parts.values())},
+        "num_tokens": num_tokens,
+        "coded_bytes": len(stream),
+        "ideal_bytes": ideal_bytes,
+        "gap": len(stream) / ideal_bytes - 1,
+        "lanes": lanes,
+        "lanes_bytes": ideal_bytes - whole_bytes,
+        "window": config.max_position_embeddings,
+        "sha256": sha256,
+        "encode_seconds": coded_at - started_at,
+        "decode_seconds": time.perf_counter() - coded_at,
+    }
+
+
+def unarchive(path: Path, output: Path) -> int:
+    """Write the text of an archive, decoded in a clean process; return its bytes.
+
+    The archive may be somebody else's: it is run only if it is what hfgolf writes for its model. Raises UserError.
+    """
+    try:
+        data = path.read_bytes()
+        with zipfile.ZipFile(path) as file:
+            stub = file.read("__main__.py").decode()
+        pattern = re.escape(_STUB).replace(re.escape('"{7}"'), '"([0-9a-f]{64})"')
+        found = re.fullmatch(re.sub(r"\\\{\d\\\}", r"(\\d+)", pattern), stub)
+        if found is None:
+            raise ValueError("it does not begin as one")
+        *numbers, sha256 = found.groups()
+        end, _, *sizes, start, num_tokens, lanes = map(int, numbers)
+        ends = np.cumsum([end, *sizes]).tolist()
+        sections = [data[a:b] for a, b in itertools.pairwise(ends)]
+        program = packed_restore(config_of(sections[0]))
+        if data != _assembled(program, sections, start, num_tokens, lanes, sha256):
+            raise ValueError("its program is another one")
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, zipfile.BadZipFile) as error:
+        raise UserError(
+            f"{path} is not an archive that this version of hfgolf writes ({one_line(error)}), so it was not run; read"
+            " it, and run it with Python yourself if you trust it."
+        ) from None
+    text = _restored(path)
+    with writing("--output", output):
+        write_bytes(output, text)
+    return len(text)
+
+
+def choose_lanes(num_tokens: int, config: GolfConfig) -> int:
+    """Return how many parts of a text are decoded side by side."""
+    numbers = 2 * len(layer_order(config)) * config.num_key_value_heads * config.head_dim
+    room = _CACHE_BYTES // (8 * numbers * config.max_position_embeddings)
+    return max(1, min(MAX_LANES, num_tokens // TOKENS_PER_LANE, room))
+
+
+def encode_tokens(network: GolfNetwork, ids: Tensor, num_tokens: int) -> bytes:
+    """Return the code of the tokens ids[:, 1:] (lanes, targets), of which num_tokens count; ids[:, 0] is known.
+
+    rANS (Duda 2013, arXiv:1311.2540) with one state, a Python integer, for all lanes: the last token first. Passes read
+    whole parts of a window, while restore.py reads one token at a time, so each archive proves that both are equal.
+    """
+    load_exact(network)
+    config = network.model.config
+    lanes, targets = ids.shape[0], ids.shape[1] - 1
+    part = max(1, min(TOKENS_PER_PART, 2**22 // (lanes * config.vocab_size)))
+    low, high = np.empty((2, targets + 1, lanes), np.int64)
+    exact = Exact()
+    with Guard():
+        for begin, first, last in spans(targets, config.max_position_embeddings):
+            window = Window(network, exact)
+            for at in range(begin, last, part):
+                end = min(at + part, last)
+                logits = window.extend(ids[:, at:end], max(1, end + 1 - max(first, at + 1)))
+                if end < first:
+                    continue
+                here = slice(max(first, at + 1), end + 1)
+                sums, labels = cumulated(logits), ids[:, here, None]
+                low[here], high[here] = (sums.gather(-1, labels + after)[..., 0].T for after in (0, 1))
+    counts = np.arange(1, targets + 1)[:, None] + targets * np.arange(lanes) <= num_tokens
+    pairs = zip(low[1:][counts].tolist(), high[1:][counts].tolist(), strict=True)
+    state, stream = 2**STATE_BITS, bytearray()
+    for start, end in reversed([*pairs]):
+        while state >= (end - start) << (STATE_BITS + 8 - TOTAL_BITS):
+            stream.append(state & 255)
+            state >>= 8
+        state = (state // (end - start) << TOTAL_BITS) + state % (end - start) + start
+    return state.to_bytes(STATE_BITS // 8 + 1, "big") + stream[::-1]
+
+
+def _bits(network: GolfNetwork, streams: Sequence[np.ndarray]) -> float:
+    """Return the bits of streams of tokens, without their first, under the model in fp32 and in the same windows."""
+    config, total = network.model.config, 0.0
+    for tokens in streams:
+        length = min(config.max_position_embeddings, len(tokens) - 1)
+        plan = plan_windows("sliding", len(tokens), length, max(1, length // 2))
+        batch_size = max(1, LOGITS_PER_BATCH // (length * config.vocab_size))
+        total += score(lambda ids, labels: sum_nats(network(ids), labels), tokens.__getitem__, plan, batch_size)
+    return total / math.log(2)
+
+
+def _read_export(folder: Path) -> tuple[bytes, GolfConfig, GolfNetwork, PreTrainedTokenizerFast]:
+    try:
+        artifact = (folder / ARTIFACT).read_bytes()
+        config = config_of(artifact)
+        tokenizer = read_tokenizer(folder)
+    except Exception as error:  # tokenizers raises plain Exceptions
+        raise UserError(
+            f"{folder} is not a folder that `hfgolf golf export` wrote, or is damaged ({one_line(error)[:200]})."
+        ) from None
+    for name, allowed in _SUPPORTED.items():
+        if (value := getattr(config, name)) not in allowed:
+            raise UserError(
+                f"{folder}: model.{name} {value} cannot be archived; it has no form that is equal on all machines."
+                f" Allowed: {', '.join(allowed)}."
+            )
+    return artifact, config, load_model(artifact, config.to_dict())[1], tokenizer
+
+
+def _read_text(path: Path) -> bytes:
+    try:
+        text = path.read_bytes()
+        text.decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--files: {path} cannot be read as UTF-8 ({error.args[-1]}); name plain text.") from None
+    if not text:
+        raise UserError(f"--files: {path} is empty.")
+    return text
+
+
+def _tokenize(
+    texts: Sequence[bytes], tokenizer: PreTrainedTokenizerFast, vocab_size: int
+) -> tuple[np.ndarray, list[bytes]]:
+    """Return the tokens of texts without the very first, and what each of vocab_size tokens spells.
+
+    Raises UserError unless the tokens spell the texts: the archive has no other way to write them.
+    """
+    spellings = entry_spellings(tokenizer)
+    spellings += [b""] * (vocab_size - len(spellings))
+    encode, start = build_encoder(tokenizer, "pretrained"), document_start(tokenizer)
+    found = list[int]()
+    for text in texts:
+        ids = encode([text.decode()])[0].tolist()
+        if b"".join(spellings[number] for number in ids) != text:
+            raise UserError(
+                "--files: the entries of the tokenizer, joined, are not the bytes of the text, because it rewrites text"
+                " (case operators, SentencePiece); use a byte, char or bpe tokenizer."
+            )
+        found += start + ids
+    if max(found) >= vocab_size or max(map(len, spellings)) >= 2**16:
+        raise UserError("--files: the tokenizer of this folder is not the model's.")
+    return np.array(found[1:]), spellings
+
+
+def _assembled(
+    program: bytes, sections: Sequence[bytes], start: int, num_tokens: int, lanes: int, sha256: str
+) -> bytes:
+    """Return the file: the program and its sections, and then a zip file with the lines that run it."""
+    file = io.BytesIO(b"".join([program, *sections]))
+    stub = _STUB.format(len(program), *map(len, sections), start, num_tokens, lanes, sha256)
+    entry = zipfile.ZipInfo("__main__.py")
+    entry.create_system = 3  # the same bytes everywhere
+    with zipfile.ZipFile(file, "a") as zipped:
+        zipped.writestr(entry, stub)
+    return file.getvalue()
+
+
+def _restored(path: Path) -> bytes:
+    """Return what an archive writes, in a process that sees nothing of hfgolf."""
+    with tempfile.TemporaryDirectory() as folder:
+        text = Path(folder, "text")
+        try:
+            run_alone([str(path.resolve()), str(text)], Path(folder))
+        except ValueError as error:
+            raise UserError(f"{path.name} did not decode: {error}") from None
+        return text.read_bytes()
