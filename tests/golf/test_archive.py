@@ -8,7 +8,6 @@ import lzma
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -26,7 +25,6 @@ from hfgolf.golf.program import load_model
 from hfgolf.golf.script import packed_restore
 from hfgolf.system.errors import UserError
 
-SHAKESPEARE = Path(__file__).parents[3] / "shared" / "data" / "tinyshakespeare.txt"
 EXACT_MODELS = {name: changes for name, changes in MODELS.items() if changes.get("norm") != "layernorm"}
 EXACT_MODELS["learned"] = {"position_embedding": "learned", "use_bias": True, "activation": "silu", "qk_norm": False}
 TEXT = "Él said: «To be, or not to be» 🙂\r\n\tthat is the question.\n" * 8
@@ -103,9 +101,11 @@ def test_attention_does_not_depend_on_the_order_of_the_keys():
     module, mask = model.model.layers[0].self_attn, torch.arange(9)[None, None] < 6
     whole = exact.exact_attention(module, query, keys, values, mask, scaling=0.25)[0]
     shuffled = [tuple(part[:, :, order] for part in pair) for pair in (keys, values)]
-    assert torch.equal(whole, exact.exact_attention(module, query, *shuffled, mask[..., order], scaling=0.25)[0])
+    assert torch.equal(
+        whole, exact.exact_attention(module, query, shuffled[0], shuffled[1], mask[..., order], scaling=0.25)[0]
+    )
     cut = [tuple(part[:, :, :6] for part in pair) for pair in (keys, values)]
-    assert torch.equal(whole, exact.exact_attention(module, query, *cut, mask[..., :6], scaling=0.25)[0])
+    assert torch.equal(whole, exact.exact_attention(module, query, cut[0], cut[1], mask[..., :6], scaling=0.25)[0])
 
 
 def test_exp_cos_and_powers_are_right():
