@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import sys
 import tempfile
@@ -30,9 +29,10 @@ import hfgolf
 from hfgolf import api
 from hfgolf.compare.statistics import equivalence, paired_difference
 from hfgolf.config.parse import load_config
+from hfgolf.system.hardware import device_name
 
 sys.path.append(str(Path(__file__).parents[1]))
-from jobs import do_unclaimed
+from jobs import do_unclaimed, rows_of
 
 ROWS, CLAIMS = Path(__file__).parent / "ideas.jsonl", Path("ideas_claims")
 MARGIN = 0.005
@@ -219,13 +219,18 @@ def main() -> None:
     arguments = parser.parse_args()
 
     def row(task: str, idea: str, seed: int) -> dict[str, Any]:
-        return {"task": task, "idea": idea, "seed": seed, "val_loss": train(task, idea, seed, arguments.shakespeare)}
+        loss = train(task, idea, seed, arguments.shakespeare)
+        return {"task": task, "idea": idea, "seed": seed, "val_loss": loss, "machine": device_name(torch.device("cpu"))}
 
     jobs = itertools.product(arguments.seeds, arguments.ideas, arguments.tasks)
     named = ((f"{task}-{idea}-{seed}", partial(row, task, idea, seed)) for seed, idea, task in jobs)
     do_unclaimed(named, CLAIMS, ROWS)
-    for task in arguments.tasks:
-        report(task)
+    found: dict[str, list[dict[str, Any]]] = {}
+    for each in rows_of(ROWS):
+        if each["task"] in arguments.tasks:
+            found.setdefault(", ".join(filter(None, (each["task"], each.get("machine")))), []).append(each)
+    for title, rows in found.items():
+        report(title, rows)
 
 
 def train(task: str, idea: str, seed: int, shakespeare: Path) -> float:
@@ -248,15 +253,13 @@ def train(task: str, idea: str, seed: int, shakespeare: Path) -> float:
         return float(api.train(resolved, [hook()] if hook else [])["val_loss"])
 
 
-def report(task: str) -> None:
-    """Print the ideas on a task, best first, with differences from the base paired by seed."""
+def report(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print the ideas on a task and a machine, best first, with differences from the base paired by seed."""
     losses: dict[str, dict[int, float]] = {}
-    for line in ROWS.read_text().splitlines() if ROWS.exists() else []:
-        row = json.loads(line)
-        if row["task"] == task:
-            losses.setdefault(row["idea"], {})[row["seed"]] = row["val_loss"]
+    for row in rows:
+        losses.setdefault(row["idea"], {})[row["seed"]] = row["val_loss"]
     base = losses.get("base", {})
-    print(f"{task}: {sum(base.values()) / max(1, len(base)):.4f} nats per token ({len(base)} seeds)")
+    print(f"{title}: {sum(base.values()) / max(1, len(base)):.4f} nats per token ({len(base)} seeds)")
     for idea in sorted(losses, key=lambda name: sum(losses[name].values()) / len(losses[name])):
         found = paired_difference(losses[idea], base)
         if idea == "base" or found is None:
