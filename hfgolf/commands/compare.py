@@ -66,7 +66,7 @@ def main() -> Answer:
     margin = arguments.equivalent
     command += "" if margin is None else f" --equivalent {margin:g}"
     if experiment is None:
-        outcomes = group_by_arm([read_outcome(RunFolder(path)) for path in arguments.paths])
+        outcomes = group_by_arm([read_outcome(RunFolder(path)) for path in arguments.paths], by_name=True)
         comparison = compare_outcomes(output_dir.name, command, outcomes, margin)
     else:
         failed = run_missing(planned, arguments.jobs)

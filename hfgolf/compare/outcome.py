@@ -133,11 +133,12 @@ def read_outcomes(
     return outcomes, failures
 
 
-def group_by_arm(outcomes: Sequence[Outcome]) -> dict[str, dict[int, Outcome]]:
+def group_by_arm(outcomes: Sequence[Outcome], *, by_name: bool = False) -> dict[str, dict[int, Outcome]]:
     """Return {arm: {seed: run}}. Runs belong to one arm if they differ only in the seed and their location.
 
-    An arm is named after its first run, without a final `-seed1`. Runs of the same config and seed, of two versions of
-    the code perhaps, belong to an arm for each such name. Raises UserError for two runs with one arm and seed.
+    An arm is named after its first run, without a final `-seed1`. by_name: runs of the same config and seed, of two
+    versions of the code perhaps, belong to an arm for each such name. Raises UserError for two runs with one arm and
+    seed.
     """
     groups: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -148,7 +149,7 @@ def group_by_arm(outcomes: Sequence[Outcome]) -> dict[str, dict[int, Outcome]]:
         groups.setdefault(json.dumps(settings, sort_keys=True), []).append(outcome)
     arms: dict[str, dict[int, Outcome]] = {}
     for members in groups.values():
-        has_twins = len({outcome.seed for outcome in members}) < len(members)
+        has_twins = by_name and len({outcome.seed for outcome in members}) < len(members)
         taken = set(arms)
         for outcome in members:
             path = outcome.path if has_twins else members[0].path

@@ -88,7 +88,9 @@ def test_runs_that_differ_only_in_the_seed_form_an_arm(outcome, tmp_path):
         str(tmp_path / "other/fast"): [1],
     }
     # the same config and seed under another name: of another version of the code
-    arms = group_by_arm([*runs, named("new-seed1", 1, optim__eps=1)])
+    with pytest.raises(UserError, match=r"fast-seed1 and .*new-seed1 are the same config and seed; leave one out"):
+        group_by_arm([*runs, named("new-seed1", 1, optim__eps=1)])
+    arms = group_by_arm([*runs, named("new-seed1", 1, optim__eps=1)], by_name=True)
     assert {name: list(of_arm) for name, of_arm in arms.items()} == {
         "fast": [1, 2],
         "new": [1],
@@ -96,4 +98,4 @@ def test_runs_that_differ_only_in_the_seed_form_an_arm(outcome, tmp_path):
         str(tmp_path / "other/fast"): [1],
     }
     with pytest.raises(UserError, match=r"fast-seed1 and .*fast are the same config and seed; leave one out"):
-        group_by_arm([*runs, named("fast", 1, optim__eps=1)])
+        group_by_arm([*runs, named("fast", 1, optim__eps=1)], by_name=True)
