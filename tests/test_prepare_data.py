@@ -30,7 +30,7 @@ def test_prepared_tokens_are_reused_by_the_next_call_and_by_training(
     command = [sys.executable, "-c", _PREPARE, *tiny_run()]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
     *lines, last = process.stdout.splitlines()
-    assert json.loads(last) == [None, []]
+    assert json.loads(last) == [0, []]
     num_bytes = corpus_file.stat().st_size
     train, val, where = lines[-3:]
     assert [line.split()[0] for line in (train, val)] == ["train", "val"]
