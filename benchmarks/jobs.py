@@ -30,6 +30,14 @@ def do_unclaimed(jobs: Iterable[tuple[str, Callable[[], dict[str, Any]]]], claim
             file.write(json.dumps(row) + "\n")
 
 
+def series_of(path: Path, title: Callable[[dict[str, Any]], str]) -> dict[str, list[dict[str, Any]]]:
+    """Return {title: rows} of a file, in the order of the first rows."""
+    series: dict[str, list[dict[str, Any]]] = {}
+    for row in rows_of(path):
+        series.setdefault(title(row), []).append(row)
+    return series
+
+
 def rows_of(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a file; none if there is no file yet."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []

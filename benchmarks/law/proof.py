@@ -46,7 +46,7 @@ from hfgolf.train.law import heads_of, layers_of, rates_of
 from hfgolf.train.process import processes, share_of_cores, tune_memory
 
 sys.path.append(str(Path(__file__).parents[1]))
-from jobs import do_unclaimed, rows_of
+from jobs import do_unclaimed, rows_of, series_of
 
 ROWS = Path(__file__).parent / "proof.jsonl"
 JOBS = Path("proof_jobs.jsonl")
@@ -70,12 +70,12 @@ def main() -> None:
             for seed, job in itertools.product(arguments.train, rows_of(JOBS))
         )
         do_unclaimed(jobs, Path("proof_claims"), ROWS)
-    series: dict[str, list[dict[str, Any]]] = {}
-    for row in rows_of(ROWS):
-        of = row["text"], row.get("sha256"), row.get("machine"), f"{row['minutes']:g} min"
-        series.setdefault(", ".join(filter(None, of)), []).append(row)
-    for title, found in series.items():
+    for title, found in series_of(ROWS, _title).items():
         report(title, found)
+
+
+def _title(row: dict[str, Any]) -> str:
+    return ", ".join(filter(None, (row["text"], row.get("sha256"), row.get("machine"), f"{row['minutes']:g} min")))
 
 
 def write_text(name: str) -> Path:
@@ -101,7 +101,7 @@ def german_prose() -> str:
 def own_source() -> str:
     """Return the first million characters of this project's Python files at COMMIT."""
     archive = ["git", "archive", COMMIT, "hfgolf", "tests"]
-    packed = subprocess.run(archive, cwd=Path(__file__).parent.parents[1], check=True, stdout=subprocess.PIPE).stdout
+    packed = subprocess.run(archive, cwd=Path(__file__).parents[2], check=True, stdout=subprocess.PIPE).stdout
     with tarfile.open(fileobj=io.BytesIO(packed)) as members:
         files = sorted((member for member in members if member.name.endswith(".py")), key=lambda member: member.name)
         texts = [found.read().decode() for file in files if (found := members.extractfile(file))]

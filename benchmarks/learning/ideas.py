@@ -32,7 +32,7 @@ from hfgolf.config.parse import load_config
 from hfgolf.system.hardware import device_name
 
 sys.path.append(str(Path(__file__).parents[1]))
-from jobs import do_unclaimed, rows_of
+from jobs import do_unclaimed, series_of
 
 ROWS, CLAIMS = Path(__file__).parent / "ideas.jsonl", Path("ideas_claims")
 MARGIN = 0.005
@@ -225,12 +225,10 @@ def main() -> None:
     jobs = itertools.product(arguments.seeds, arguments.ideas, arguments.tasks)
     named = ((f"{task}-{idea}-{seed}", partial(row, task, idea, seed)) for seed, idea, task in jobs)
     do_unclaimed(named, CLAIMS, ROWS)
-    found: dict[str, list[dict[str, Any]]] = {}
-    for each in rows_of(ROWS):
-        if each["task"] in arguments.tasks:
-            found.setdefault(", ".join(filter(None, (each["task"], each.get("machine")))), []).append(each)
+    found = series_of(ROWS, lambda row: ", ".join(filter(None, (row["task"], row.get("machine")))))
     for title, rows in found.items():
-        report(title, rows)
+        if rows[0]["task"] in arguments.tasks:
+            report(title, rows)
 
 
 def train(task: str, idea: str, seed: int, shakespeare: Path) -> float:

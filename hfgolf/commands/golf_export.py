@@ -82,6 +82,7 @@ def main() -> Answer:
 
 def _text(exported: Exported) -> str:
     """Return the files, where their bytes are, and the score; bits per byte only if the certificate holds."""
+    from hfgolf.golf.ledger import has_scorer
     from hfgolf.golf.table import table_text
 
     quantized, ledger = exported.quantized, exported.ledger
@@ -99,8 +100,7 @@ def _text(exported: Exported) -> str:
     before, after, seconds = (ledger[key] for key in ("before", "after", "seconds"))
     mode = after["mode"] if after["mode"] == "flat" else f"{after['mode']}, stride {after['stride']}"
     change, spent = after["bpb"] - before["bpb"], ", ".join(f"{step} {duration(s)}" for step, s in seconds.items())
-    is_golf = any(file["name"] == "score.py" for file in ledger["files"])
-    scorer = "by score.py on these files alone" if is_golf else "here, with the weights that unpack.py reads"
+    scorer = "by score.py on these files alone" if has_scorer(ledger) else "here, with the weights that unpack.py reads"
     rows = {
         "steps": f"D = {quantized.scale:.4g}, on average those of SDClip with k = {quantized.sdclip_k:.2f} at 6 bits",
         "scored": f"{scorer}, {mode}, {after['tokens']:,} tokens, {after['bytes']:,} bytes",

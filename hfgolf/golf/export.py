@@ -33,11 +33,11 @@ from hfgolf.golf.ledger import (
     CERTIFICATE,
     COUNTS,
     LEDGER,
-    SCRIPT,
     TOKEN_BYTES,
     TOKENS,
     budget_problem,
     files_besides,
+    has_scorer,
     read_ledger,
     rescore,
 )
@@ -267,9 +267,10 @@ def _card(source: Source, ledger: Mapping[str, Any], folder: Path) -> str:
         }
     )
     size = next(file["bytes"] for file in ledger["files"] if file["name"] == ARTIFACT)
-    is_golf = any(file["name"] == SCRIPT for file in ledger["files"])
-    scored = "The program, run on these files alone, scores" if is_golf else "What the program decodes scores"
-    hashed = "weights in fp32" if is_golf else "state dict, as the program prints it"
+    scored = (
+        "The program, run on these files alone, scores" if has_scorer(ledger) else "What the program decodes scores"
+    )
+    hashed = "weights in fp32" if has_scorer(ledger) else "state dict, as the program prints it"
     section = (
         "## How small it is\n\n"
         f"These weights come from an artifact of {size:,} bytes: rounded to integers times steps, and entropy-coded."

@@ -85,7 +85,7 @@ class RunFolder:
 
     def clean_up(self) -> None:
         """Remove the remains of killed writes, except among the checkpoints (see checkpoint/store.py)."""
-        for pattern in _LEFTOVER_PLACES:
+        for pattern in (*_LEFTOVER_PLACES, f"{self.report.stem}/.partial-*"):
             for path in self.path.glob(pattern):
                 if not _LEFTOVER.fullmatch(path.name):
                     continue  # the user may have others with such names
@@ -228,7 +228,7 @@ class RunFolder:
 
 _LEFTOVER_PLACES = (
     *(".partial-*", ".replaced-*", "milestones/.partial-*", "milestones/.replaced-*"),
-    *("starts/*/.partial-*", "report/.partial-*"),
+    "starts/*/.partial-*",
 )
 # What a killed write of hfgolf's leaves.
 _LEFTOVER = re.compile(

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import VOCABULARY, tiny_config, tiny_model
+from tiny_golf import MODELS
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hfgolf.commands.needs import Machine, find_needs, meta_model
@@ -35,25 +36,9 @@ from hfgolf.optim.layout import layout
 from hfgolf.system.errors import UserError
 from hfgolf.train.build import build_model
 
-GPT2_BLOCK = {
-    "norm": "layernorm",
-    "position_embedding": "learned",
-    "activation": "gelu_new",
-    "use_bias": True,
-    "qk_norm": False,
-    "embedding_norm": False,
-}
-BASELINE = {  # the stacks of the challenge: every switch of configs/golf_baseline.yaml and golf_record.yaml
-    "num_hidden_layers": 6,
-    "num_key_value_heads": 2,
-    "intermediate_size": 256,
-    "norm_weight": False,
-    "query_gain": 1.5,
-    "branch_scale": True,
-    "embedding_residual": True,
-    "unet_skips": "add",
-    "logit_soft_cap": 30.0,
-}
+GPT2_BLOCK = MODELS["gpt2"]
+# the stacks of the challenge: every switch of configs/golf_baseline.yaml and golf_record.yaml
+BASELINE = MODELS["baseline"] | {"num_hidden_layers": 6, "num_key_value_heads": 2, "intermediate_size": 256}
 RECORD = BASELINE | {
     "intermediate_size": 512,
     "unet_skips": "gated",
