@@ -1,12 +1,12 @@
 """Which idea lowers the loss of a small model? Start it once per core, then without --seeds for the tables:
 
-    python benchmarks/learning/ideas.py --shakespeare input.txt --seeds 1 2 3 --ideas base untied "mtp 0.5"
+    python benchmarks/learning/ideas.py --shakespeare input.txt --seeds 1 2 3 --ideas base "mtp 0.5" "untied + muoneq"
     python benchmarks/learning/ideas.py --shakespeare input.txt
 
-Trains each idea on each of TASKS with each seed, one thread per process, and adds a row for each to ideas.jsonl beside
-this file. Differences are paired by seed, with p and a test for equivalence within 0.005 nats (hfgolf compare has the
-same). The ideas are values of the config, and hooks that do what hfgolf does not. Shakespeare is its first 90 %, so
-that no choice sees the last tenth.
+Trains each idea, or several together, on each of TASKS with each seed, one thread per process, and adds a row for each
+to ideas.jsonl beside this file. Differences are paired by seed, with p and a test for equivalence within 0.005 nats
+(hfgolf compare has the same). The ideas are values of the config, and hooks that do what hfgolf does not. Shakespeare
+is its first 90 %, so that no choice sees the last tenth.
 """
 
 from __future__ import annotations
@@ -37,16 +37,27 @@ from jobs import do_unclaimed, series_of
 ROWS, CLAIMS = Path(__file__).parent / "ideas.jsonl", Path("ideas_claims")
 MARGIN = 0.005
 SMALLER = {"model.hidden_size": 128, "model.num_hidden_layers": 3}
-TASKS: dict[str, dict[str, Any]] = {
-    "shakespeare": SMALLER
-    | {"data.split": "contiguous", "tokenizer.vocab_size": 1024, "model.dropout": 0.1, "train.max_steps": 600}
-    | {"optim.learning_rate": 0.028, "optim.adamw_learning_rate": 0.02},
-    "python": SMALLER
-    | {"tokenizer.vocab_size": 2048, "train.max_steps": 850}
-    | {"optim.learning_rate": 0.028, "optim.adamw_learning_rate": 0.02},
-    "small": {},
+RATES = {"optim.learning_rate": 0.028, "optim.adamw_learning_rate": 0.02}
+TASKS: dict[str, tuple[str, dict[str, Any]]] = {
+    "shakespeare": (
+        "small",
+        SMALLER
+        | RATES
+        | {"data.split": "contiguous", "tokenizer.vocab_size": 1024, "model.dropout": 0.1, "train.max_steps": 600},
+    ),
+    "python": ("small", SMALLER | RATES | {"tokenizer.vocab_size": 2048, "train.max_steps": 850}),
+    "small": ("small", {}),
+    "characters": (
+        "shakespeare_char",
+        {
+            "train.max_steps": 900,
+            "train.max_minutes": None,
+            "train.eval_every_steps": 300,
+            "train.final_eval_tokens": None,
+        },
+    ),
 }
-"""Changes of configs/small.yaml."""
+"""{name: config, changes of it}."""
 UNTIED = {"model.tie_word_embeddings": False}
 NORMUON = {"optim.normuon_beta2": 0.95}
 MUONEQ = {"optim.row_equilibration": True}
@@ -180,13 +191,6 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "cautious": ({"optim.cautious_weight_decay": True}, None),
     "normuon": (NORMUON, None),
     "muoneq": (MUONEQ, None),
-    "normuon, muoneq": (NORMUON | MUONEQ, None),
-    "normuon, muoneq, muon x 0.7": (NORMUON | MUONEQ | {"optim.learning_rate": 0.7}, None),
-    "normuon, muoneq, muon x 1.4": (NORMUON | MUONEQ | {"optim.learning_rate": 1.4}, None),
-    "normuon, muoneq, adamw x 0.7": (NORMUON | MUONEQ | {"optim.adamw_learning_rate": 0.7}, None),
-    "normuon, muoneq, adamw x 1.4": (NORMUON | MUONEQ | {"optim.adamw_learning_rate": 1.4}, None),
-    "normuon, muoneq, decay 0.3": (NORMUON | MUONEQ | {"optim.weight_decay": 0.3}, None),
-    "normuon, muoneq, cautious": (NORMUON | MUONEQ | {"optim.cautious_weight_decay": True}, None),
     "beta1 0.8": ({"optim.betas": [0.8, 0.95]}, None),
     "momentum 0.9": ({"optim.momentum": 0.9}, None),
     "momentum warmup 50": ({"optim.momentum_warmup_steps": 50}, None),
@@ -195,17 +199,19 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "rates x 1.4": ({"optim.learning_rate": 1.4, "optim.adamw_learning_rate": 1.4}, None),
     "muon x 0.7": ({"optim.learning_rate": 0.7}, None),
     "muon x 1.4": ({"optim.learning_rate": 1.4}, None),
+    "muon x 2": ({"optim.learning_rate": 2.0}, None),
     "adamw x 0.7": ({"optim.adamw_learning_rate": 0.7}, None),
+    "adamw x 1.4": ({"optim.adamw_learning_rate": 1.4}, None),
     "adamw x 2": ({"optim.adamw_learning_rate": 2.0}, None),
     "vectors x 0.3": ({"optim.vector_learning_rate": 0.3}, None),
     "vectors x 2": ({"optim.vector_learning_rate": 2.0}, None),
-    "skips": ({"model.overrides": {"unet_skips": "gated"}}, None),
-    "head gates": ({"model.overrides": {"head_gate": 12, "head_gate_peak": 2.0}}, None),
-    "smear gate": ({"model.overrides": {"smear_gate": 12}}, None),
-    "own value excluded": ({"model.overrides": {"exclude_self_value": 2}}, None),
-    "value embeddings": ({"model.overrides": {"value_embedding_layers": 2}}, None),
-    "embedding residual": ({"model.overrides": {"embedding_residual": True}}, None),
-    "query gain": ({"model.overrides": {"query_gain": 1.0}}, None),
+    "skips": ({"model.overrides.unet_skips": "gated"}, None),
+    "head gates": ({"model.overrides.head_gate": 12, "model.overrides.head_gate_peak": 2.0}, None),
+    "smear gate": ({"model.overrides.smear_gate": 12}, None),
+    "own value excluded": ({"model.overrides.exclude_self_value": 2}, None),
+    "value embeddings": ({"model.overrides.value_embedding_layers": 2}, None),
+    "embedding residual": ({"model.overrides.embedding_residual": True}, None),
+    "query gain": ({"model.overrides.query_gain": 1.0}, None),
 }
 """{name: changes of the config, hook}. A rate is a factor of the task's."""
 
@@ -214,7 +220,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shakespeare", type=Path, required=True, help="the text tinyshakespeare")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--ideas", nargs="+", choices=IDEAS, default=list(IDEAS), metavar="IDEA")
+    parser.add_argument("--ideas", nargs="+", type=_known, default=list(IDEAS), metavar="IDEA")
     parser.add_argument("--seeds", nargs="+", type=int, default=[])
     arguments = parser.parse_args()
 
@@ -231,24 +237,33 @@ def main() -> None:
             report(title, rows)
 
 
-def train(task: str, idea: str, seed: int, shakespeare: Path) -> float:
+def _known(together: str) -> str:
+    if unknown := [idea for idea in together.split(" + ") if idea not in IDEAS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of: {', '.join(IDEAS)}")
+    return together
+
+
+def train(task: str, ideas: str, seed: int, shakespeare: Path) -> float:
     """Return the validation loss at the end, in nats per token of the whole held-out part."""
-    changes, hook = IDEAS[idea]
-    rates = load_config(["--config", "small"], values=TASKS[task]).config.optim
+    config, task_values = TASKS[task]
+    rates = load_config(["--config", config], values=task_values).config.optim
     peak = {"optim.learning_rate": rates.learning_rate}
-    values = TASKS[task] | {
-        key: value * peak.get(key, rates.adamw_learning_rate) if key.endswith("learning_rate") else value
-        for key, value in changes.items()
-    }
+    values = dict(task_values)
+    hooks = []
+    for changes, hook in (IDEAS[idea] for idea in ideas.split(" + ")):
+        values |= {
+            key: value * peak.get(key, rates.adamw_learning_rate) if key.endswith("learning_rate") else value
+            for key, value in changes.items()
+        }
+        hooks += [hook()] if hook else []
     with tempfile.TemporaryDirectory() as folder:
-        if task == "shakespeare":
+        if task in ("shakespeare", "characters"):
             text = Path(folder, "shakespeare.txt")
             text.write_bytes(shakespeare.read_bytes()[:1_003_854])
             values |= {"data.source": "files", "data.files": [str(text)]}
         values |= {"run.seed": seed, "run.name": "run", "run.output_dir": folder}
         values |= {"train.cpu_threads": 1, "train.compile": False, "train.sample_tokens": None}
-        resolved = load_config(["--config", "small"], values=values)
-        return float(api.train(resolved, [hook()] if hook else [])["val_loss"])
+        return float(api.train(load_config(["--config", config], values=values), hooks)["val_loss"])
 
 
 def report(title: str, rows: list[dict[str, Any]]) -> None:
