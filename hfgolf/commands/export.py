@@ -10,7 +10,6 @@ turns a native model into Golf and back, and writes one file for llama.cpp and O
 from __future__ import annotations
 
 import json
-import logging
 import math
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,8 +22,6 @@ from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_metrics
 from hfgolf.system.errors import UserError, writing
 from hfgolf.system.wording import join_words, one_line
-
-logger = logging.getLogger(__name__)
 
 
 def main() -> Answer:
@@ -90,21 +87,22 @@ def main() -> Answer:
     elif arguments.to in names:
         with TemporaryDirectory() as scratch:
             golf = Path(scratch) / "model"
-            step = export_checkpoint(RunFolder(arguments.run), arguments.checkpoint, golf, is_golf=True)
+            step, _ = export_checkpoint(RunFolder(arguments.run), arguments.checkpoint, golf, is_golf=True)
             said = convert(str(golf))
     else:
         is_golf = arguments.to == "golf"
-        step, said = export_checkpoint(RunFolder(arguments.run), arguments.checkpoint, output, is_golf=is_golf), None
+        step, said = export_checkpoint(RunFolder(arguments.run), arguments.checkpoint, output, is_golf=is_golf)
     what = model if step is None else f"step {step}"
-    text = f"exported {what} to {output}{f' as {said}' if said else ''}"
+    text = f"exported {what} to {output} as {said}"
     return Answer({"model": model or arguments.run, "step": step, "output": output, "form": said}, text)
 
 
-def export_checkpoint(run: RunFolder, which: str | None, output: Path, *, is_golf: bool = False) -> int:
-    """Export a checkpoint's weights to `output` and return its step. Under optim.ema_export, exports the averaged ones.
+def export_checkpoint(run: RunFolder, which: str | None, output: Path, *, is_golf: bool = False) -> tuple[int, str]:
+    """Export a checkpoint's weights to `output`. Return its step, and the form of the model, as a person says it.
 
-    which: latest, best or a path; None: best, or latest if nothing was evaluated. is_golf: as Golf, even if there is a
-    native form. Raises UserError if there is no such checkpoint, it is damaged, or `output` can't be written.
+    Under optim.ema_export, exports the averaged weights. which: latest, best or a path; None: best, or latest if
+    nothing was evaluated. is_golf: as Golf, even if there is a native form. Raises UserError if there is no such
+    checkpoint, it is damaged, or `output` can't be written.
     """
     from safetensors.torch import load_file
 
@@ -153,13 +151,13 @@ def export_checkpoint(run: RunFolder, which: str | None, output: Path, *, is_gol
         "init_from": identity.get("init_from"),
         **_figures(run, config, step),
     }
+    said = type(model).__name__
     if not is_golf:
         model, said = in_best_form(model, tokenizer(sample, verbose=False)["input_ids"])
-        logger.info("exported as %s", said)
     card = model_card(config, summary, model, has_gguf=has_gguf(model, tokenizer))
     with writing("--output", output):
         export_model(model, tokenizer, output, card)
-    return step
+    return step, said
 
 
 def _others(run: RunFolder) -> str:
