@@ -100,7 +100,7 @@ image:
 docs: .venv-docs/.ready
 	rm -rf build/docs
 	mkdir -p build/docs
-	cp -r --parents *.md LICENSE docs configs examples benchmarks/*.md benchmarks/experiments/README.md \
+	cp -r --parents *.md LICENSE docs configs examples lessons benchmarks/*.md benchmarks/experiments/README.md \
 		benchmarks/experiments/results/*.* build/docs
 	.venv-docs/bin/zensical build --clean --strict
 	@echo "open build/site/index.html"

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from hfgolf.api import open_run as open_run
     from hfgolf.config.parse import load_config as load_config
     from hfgolf.config.sections import RunConfig as RunConfig
+    from hfgolf.measure.flops import training_flops_per_token as training_flops_per_token
     from hfgolf.measure.memory import training_memory as training_memory
     from hfgolf.model.configuration_golf import GolfConfig as GolfConfig
     from hfgolf.model.modeling_golf import GolfForCausalLM as GolfForCausalLM
@@ -41,6 +42,7 @@ _PUBLIC_NAMES = {
     "load_config": "hfgolf.config.parse",
     "muon_for_trainer": "hfgolf.optim.trainer",
     "open_run": "hfgolf.api",
+    "training_flops_per_token": "hfgolf.measure.flops",
     "training_memory": "hfgolf.measure.memory",
 }
 
