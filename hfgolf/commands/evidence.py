@@ -106,16 +106,12 @@ def tensor_files(folder: Path) -> dict[Path, tuple[int, int, int]]:
     return found
 
 
-def last_save(folder: Path) -> list[Path]:
-    """Return the newest file of tensors and those beside it."""
+def saved_tensors(folder: Path) -> dict[str, Contents]:
+    """Return what any trainer saved last, by file: the newest file of tensors and those beside it."""
     files = tensor_files(folder)
     newest = max(files, key=lambda path: files[path][2], default=folder)
-    return sorted(path for path in files if path.parent == newest.parent)
-
-
-def saved_tensors(folder: Path) -> dict[str, Contents]:
-    """Return the contents of the last save of any trainer, by file."""
-    return {_NAMES.get(path.name, path.name): _contents(path) for path in last_save(folder)}
+    last = sorted(path for path in files if path.parent == newest.parent)
+    return {_NAMES.get(path.name, path.name): _contents(path) for path in last}
 
 
 def diff_runs(straight: dict[str, Contents], killed: dict[str, Contents]) -> list[Diff]:
@@ -189,7 +185,7 @@ def _contents(path: Path) -> Contents:
     """Return the tensors and values in a file; its bytes if they can't be read without running code."""
     try:
         content = _read(path)
-    except (UnpicklingError, RuntimeError, ValueError):
+    except (EOFError, UnpicklingError, RuntimeError, ValueError):
         content = path.read_bytes()
     named = leaves(content)
     return {leaf: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for leaf, value in named}

@@ -21,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -366,10 +367,11 @@ def run_with_faults(trainer: Trainer, straight: Session, plan: KillPlan) -> list
     The faults are spread evenly over the steps. The straight run shows how long a step takes and how many files a save
     has, so that a fault can hit any moment of either.
     """
-    from hfgolf.commands.evidence import last_save  # late: it imports torch
+    from hfgolf.commands.evidence import tensor_files  # late: it imports torch
 
     moments = random.Random(plan.kill_seed)
-    steps, save_files = sorted(straight.losses), len(last_save(trainer.work / "straight"))
+    steps, folders = sorted(straight.losses), Counter(path.parent for path in tensor_files(trainer.work / "straight"))
+    save_files = max(folders.values(), default=0)
     patience_seconds = min(max(3 * max(straight.gaps, default=0.0), _PATIENCE_SECONDS[0]), _PATIENCE_SECONDS[1])
     sessions: list[Session] = []
     with contextlib.ExitStack() as stack:

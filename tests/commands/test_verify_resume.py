@@ -332,6 +332,23 @@ def test_a_trainer_that_cannot_resume_is_one_line(tmp_path, run_script):
 
 
 @pytest.mark.parametrize(
+    ("trainer", "says"),
+    [
+        ("transformers_trainer", "bitwise identical"),
+        ("accelerate_loop", "DIFFERENT at step 11: training losses"),
+        ("nanogpt_loop", "DIFFERENT at step 11: training losses"),
+    ],
+)
+def test_the_trainers_of_the_docs_resume_as_they_say(tmp_path, run_script, trainer, says):
+    folder = tmp_path / "out"
+    command = shlex.join([sys.executable, str(ROOT / "examples" / "resume" / f"{trainer}.py"), str(folder), "30"])
+    options = ["--command", command, "--resume", f"{command} --resume", "--folder", folder]
+    _, said, error = run_script("verify_resume.py", *options, "--kills", 1, "--faults", "SIGKILL", "--kill_seed", 9)
+    assert "session 2: resumed from step 10" in said, said + error
+    assert f"\n{says}" in said
+
+
+@pytest.mark.parametrize(
     ("line", "found"),
     [
         ('{"step": 3, "loss": 4.1e-05}', ("3", "4.1e-05")),
