@@ -158,14 +158,14 @@ def other_trainer(command: str, resume: str | None, folder: Path | None, pattern
         raise UserError(f"--pattern: not a regular expression ({error}).") from None
     if not {"step", "loss"} <= groups.keys():
         raise UserError("--pattern: needs the groups (?P<step>...) and (?P<loss>...).")
-    parent = folder.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
     try:
         commands = [shlex.split(line) for line in (command, resume or command)]
     except ValueError as error:
         raise UserError(f"--command, --resume: {error}; quote it as for a shell.") from None
-    if not all(commands):
-        raise UserError("--command: is empty; name what starts the trainer.")
+    if not all(words and shutil.which(words[0]) for words in commands):
+        raise UserError("--command, --resume: each must begin with a program on the PATH, or its path.")
+    parent = folder.absolute().parent
+    parent.mkdir(parents=True, exist_ok=True)
     work = Path(tempfile.mkdtemp(prefix="verify_resume-", dir=parent))  # on the same disk: runs are moved there
     return Trainer(commands[0], folder, work, saved_tensors, commands[1] if resume else None, pattern)
 
@@ -260,9 +260,7 @@ class Session:
         self._pattern = re.compile(trainer.pattern)
         self._heard_at, self._unread = time.perf_counter(), ""
         paths = os.pathsep.join(filter(None, (str(trainer.work), os.environ.get("PYTHONPATH"))))
-        output = self.log.open("wb")
-        self._reader = self.log.open(errors="replace", newline="")
-        try:
+        with self.log.open("wb") as output:
             self._process = psutil.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
@@ -271,10 +269,7 @@ class Session:
                 env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": paths},
                 start_new_session=True,  # only this process gets Ctrl-C, and then kills them
             )
-        except OSError as error:
-            raise UserError(f"cannot start {command[0]} ({error.strerror}).") from None
-        finally:
-            output.close()
+        self._reader = self.log.open(errors="replace", newline="")
 
     def __enter__(self) -> Session:
         return self
