@@ -43,6 +43,7 @@ from hfgolf.report.report import render_page
 from hfgolf.run.folder import run_folder
 from hfgolf.run.metrics import read_metrics
 from hfgolf.run.record import read_run, read_summary, status
+from hfgolf.system.command import is_first_of_machine
 from hfgolf.system.durable import replace_folder
 from hfgolf.system.errors import UserError
 from hfgolf.system.ranks import decide, together
@@ -224,7 +225,7 @@ def _shown_log() -> Iterator[None]:
     log = logging.getLogger("hfgolf")
     before = log.handlers, log.propagate, log.level
     if not log.handlers:
-        show_log(is_main_process=True, is_verbose=False)
+        show_log(is_first_of_machine(), is_verbose=False)
     try:
         yield
     finally:

@@ -29,7 +29,7 @@ VERBS = {
     "find_lr": "learning rates for a config",
     "schedule": "the learning rate and all else that follows a schedule",
     "profile": "where the time of a step goes",
-    "verify_resume": "proof that a run survives kill -9 on this machine",
+    "verify_resume": "proof that a run survives kill -9 on this machine, also one of another trainer",
     "golf plan": "which shape to train for a number of bytes and minutes",
     "golf export": "fit a model into a number of bytes",
     "golf score": "score such an export once more, from the bytes on disk",

@@ -238,8 +238,17 @@ class _Handler(BaseHTTPRequestHandler):
                 for path, content in repository.files.items()
             ]
             return self._answer(listed if len(request) == 2 else [])  # no folders
-        siblings = [{"rfilename": path} for path in repository.files]
-        self._answer({"id": name, "sha": repository.sha, "private": repository.private, "siblings": siblings})
+        card = repository.files.get("README.md", b"---\n{}\n---").decode().split("---")[1]
+        self._answer(
+            {
+                "id": name,
+                "sha": repository.sha,
+                "private": repository.private,
+                "siblings": [{"rfilename": path} for path in repository.files],
+                "library_name": yaml.safe_load(card).get("library_name"),
+                "config": json.loads(repository.files.get("config.json", b"{}")),
+            }
+        )
 
     def _resolve(self, repository: Repository, path: str) -> None:
         headers = {"X-Repo-Commit": repository.sha, "Accept-Ranges": "bytes"}

@@ -166,6 +166,9 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--model.hidden_sise 8": "unknown key model.hidden_sise; did you mean model.hidden_size?",
             "--steps 4": "--steps: 4 is out of range; allowed: more than --kills 4.",
             "--step 9": "unknown key step",
+            "--folder out": "--resume, --folder and --pattern describe another trainer; add its --command.",
+            "--faults SIGHUP": "--faults: invalid choice: 'SIGHUP'",
+            "--command python": "not with --command; add it to the command itself.",
         },
     ),
     "vocabulary_study.py": (

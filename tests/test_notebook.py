@@ -26,6 +26,18 @@ options = {"model": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_h
            "batch": {"sequence_length": 32, "tokens_per_step": 128},
            "train": {"compile": False, "log_every_steps": 1, "cpu_threads": 1}}
 hfgolf.fit("my.txt", hooks=[StopButton()], **options)"""
+LAUNCHED = """
+import socket
+import accelerate, hfgolf
+
+options = {"model": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}, "max_steps": 2,
+           "batch": {"sequence_length": 32, "tokens_per_step": 128}, "tokenizer": {"kind": "byte"},
+           "train": {"compile": False, "log_every_steps": 1, "cpu_threads": 1}}
+with socket.socket() as free:
+    free.bind(("127.0.0.1", 0))
+    port = str(free.getsockname()[1])
+accelerate.notebook_launcher(lambda: hfgolf.fit("my.txt", **options), num_processes=2, use_port=port)
+print(hfgolf.open_run("runs/my").metrics.train_loss.count())"""
 CONTINUED = 'hfgolf.fit("my.txt", **options)'
 
 
@@ -83,3 +95,15 @@ def test_example_goes_from_text_to_a_report_and_survives_a_mistake_and_the_stop_
     assert outputs(stopped, "error") == [] and "stopped by SIGINT at step 2; saved" in printed(stopped)
     assert outputs(continued, "error") == [] and "resum" in printed(continued)
     assert "after 4 steps" in outputs(continued, "execute_result")[0].data["text/plain"]
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_notebook_launcher_trains_on_two_processes_of_which_one_speaks(folder):
+    import nbformat
+
+    (folder / "my.txt").write_text("To be, or not to be, that is the question. " * 200)
+    (cell,) = execute(nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LAUNCHED)]), folder)
+    said = "".join(output.text for output in outputs(cell, "stream") if output.name == "stdout")
+    assert outputs(cell, "error") == [] and said.endswith("\n2\n"), said
+    assert "x 2 processes" in said and said.count("\nrun folder") == 1, said

@@ -6,12 +6,15 @@ Knows only what a run leaves on disk.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
 import math
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -48,7 +51,7 @@ _NAMES = {
     RUN_NAME: "config and text",
 }
 
-_STATE_SUFFIXES = (".safetensors", ".bin", ".pkl", ".pt")
+_TENSOR_SUFFIXES = (".safetensors", ".bin", ".pkl", ".pt", ".pth")
 
 Contents = dict[str, Any]
 """{name: a tensor or a plain Python value}, compared bit by bit."""
@@ -81,17 +84,34 @@ def evidence(run: RunFolder) -> dict[str, Contents]:
     checkpoint = newest_first(run.checkpoints)[0]
     for path in sorted(path for path in checkpoint.rglob("*") if path.is_file() and path.name != "manifest.json"):
         name = str(path.relative_to(checkpoint))
-        if path.suffix not in _STATE_SUFFIXES and name not in (STATE_NAME, RUN_NAME):
+        if path.suffix not in _TENSOR_SUFFIXES and name not in (STATE_NAME, RUN_NAME):
             is_shard = path.parent != checkpoint
             found.setdefault("shards" if is_shard else "other files", {})[name] = path.read_bytes()
             continue
         is_shard = path.parent.name == OPTIMIZER_FOLDER
         what = "optimizer" if is_shard else _NAMES.get(name, name.removesuffix(".pkl").replace("_", " "))
-        contents = found.setdefault(what, {})
-        for leaf, value in leaves(_read(path)):
-            tensor_or_value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            contents[f"{path.stem}.{leaf}" if is_shard else leaf] = tensor_or_value
+        prefix = f"{path.stem}." if is_shard else ""
+        found.setdefault(what, {}).update({f"{prefix}{leaf}": value for leaf, value in _contents(path).items()})
     return found
+
+
+def tensor_files(folder: Path) -> dict[Path, tuple[int, int, int]]:
+    """Return {file of tensors in a folder, at any depth: (inode, size, time of its last change)}."""
+    found = {}
+    for parent, _, names in os.walk(folder):
+        for path in (Path(parent, name) for name in names if name.endswith(_TENSOR_SUFFIXES)):
+            with contextlib.suppress(OSError):  # a trainer may rename or delete it meanwhile
+                status = path.stat()
+                found[path] = status.st_ino, status.st_size, status.st_mtime_ns
+    return found
+
+
+def saved_tensors(folder: Path) -> dict[str, Contents]:
+    """Return what any trainer saved last, by file: the newest file of tensors and those beside it."""
+    files = tensor_files(folder)
+    newest = max(files, key=lambda path: files[path][2], default=folder)
+    last = sorted(path for path in files if path.parent == newest.parent)
+    return {_NAMES.get(path.name, path.name): _contents(path) for path in last}
 
 
 def diff_runs(straight: dict[str, Contents], killed: dict[str, Contents]) -> list[Diff]:
@@ -147,7 +167,7 @@ def verdict(diffs: list[Diff], steps: int, is_exact: bool) -> tuple[bool, str]:
     broken: dict[int, dict[str, list[str]]] = {}  # {step: {what: names}}
     for diff in diffs:
         for name, difference in diff.differences.items():
-            if is_exact or difference > _TOLERATED.get(diff.what, 0):
+            if is_exact or difference > _tolerance(diff.what):
                 step = int(name.removeprefix("step ")) if name.startswith("step ") else steps
                 broken.setdefault(step, {}).setdefault(diff.what, []).append(name)
     if not broken:
@@ -155,6 +175,20 @@ def verdict(diffs: list[Diff], steps: int, is_exact: bool) -> tuple[bool, str]:
     first = min(broken)
     parts = [what if names == [f"step {first}"] else f"{what} ({names[0]})" for what, names in broken[first].items()]
     return False, f"DIFFERENT at step {first}: {', '.join(parts)}"
+
+
+def _tolerance(what: str) -> float:
+    return _TOLERATED.get(what, _TOLERATED["weights"] if what.endswith(_TENSOR_SUFFIXES) else 0)
+
+
+def _contents(path: Path) -> Contents:
+    """Return the tensors and values in a file; its bytes if they can't be read without running code."""
+    try:
+        content = _read(path)
+    except (EOFError, UnpicklingError, RuntimeError, ValueError):
+        content = path.read_bytes()
+    named = leaves(content)
+    return {leaf: torch.from_numpy(value) if isinstance(value, np.ndarray) else value for leaf, value in named}
 
 
 def _read(path: Path) -> Any:
@@ -168,7 +202,7 @@ def _read(path: Path) -> Any:
         return comparable(json.loads(path.read_text()))
     content = load(path, map_location="cpu")
     if path.name.startswith(RNG_STATE_NAME):
-        del content["step"]  # micro-batches since this process started
+        content.pop("step", None)  # micro-batches since this process started
     return content
 
 

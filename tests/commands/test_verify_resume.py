@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import shlex
 import shutil
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from hfgolf.commands import verify_resume as verify_resume_module
 from hfgolf.commands.evidence import diff_runs, diff_table, evidence, relative_difference, verdict
-from hfgolf.commands.verify_resume import KillPlan, verify_resume
+from hfgolf.commands.verify_resume import FAULTS, PATTERN, KillPlan, own_trainer, verify_resume
 from hfgolf.config.parse import load_config
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
@@ -196,8 +199,9 @@ def test_relative_difference(a, b, expected):
 
 
 @pytest.mark.parametrize(("is_equal", "status"), [(True, 0), (False, 1)])
-def test_exit_status_is_the_verdict(tiny_run, monkeypatch, run_script, is_equal, status):
+def test_exit_status_is_the_verdict(tiny_run, tmp_path, monkeypatch, run_script, is_equal, status):
     monkeypatch.setattr(verify_resume_module, "verify_resume", lambda *arguments: is_equal)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert run_script("verify_resume.py", "--steps", 5, *tiny_run()).status == status
 
 
@@ -205,7 +209,7 @@ def test_launcher_of_several_processes_is_refused(tiny_run, monkeypatch):
     """Its runs would wait for processes that nobody starts."""
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(UserError, match=r"^verify_resume starts its processes itself; .*--num_processes`\.$"):
-        verify_resume(tiny_run(), load_config(tiny_run()), KillPlan(6, 1, 0, 1))
+        own_trainer(tiny_run(), load_config(tiny_run()), 6, num_processes=1)
 
 
 def test_signal_stops_the_current_run_and_leaves_no_files(tiny_run, tmp_path, monkeypatch):
@@ -223,7 +227,7 @@ def test_signal_stops_the_current_run_and_leaves_no_files(tiny_run, tmp_path, mo
 
     threading.Thread(target=stop_when_it_runs, daemon=True).start()
     with pytest.raises(SystemExit) as exit_:
-        verify_resume(tiny_run(), load_config(tiny_run()), KillPlan(6, 1, 0, 1), [script])
+        verify_resume(own_trainer(tiny_run(), load_config(tiny_run()), 6, 1, [script]), KillPlan(1, 0, 1))
     assert exit_.value.code == 128 + number
     assert not psutil.pid_exists(int(started.read_text()))
     assert list(temporary.iterdir()) == []
@@ -237,9 +241,9 @@ def test_killed_run_resumes_bitwise(tiny_run, run_script, num_processes):
     options = ["--steps", 8, "--kills", kills, "--num_processes", num_processes]
     status, said, error = run_script("verify_resume.py", *options, *arguments)
     assert status == 0, said + error
-    assert "session 1: started; kill -9 after step" in said
+    assert "session 1: started; SIGKILL (status -9) after step" in said
     assert "resumed from step" in said
-    assert num_processes > 1 or "inside the save of step" in said or "aimed at a save" in said
+    assert num_processes > 1 or "files of a save begun" in said
     assert ("\nbitwise identical" if num_processes == 1 else "random states 1") in said
 
 
@@ -261,6 +265,102 @@ def test_resume_that_loses_state_is_detected(tiny_run, tmp_path, monkeypatch, ca
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     arguments = tiny_run(model__dropout=0.1)
     caplog.set_level("INFO", "hfgolf")
-    assert not verify_resume(arguments, load_config(arguments), KillPlan(8, 1, kill_seed=1, num_processes=1), [script])
+    trainer = own_trainer(arguments, load_config(arguments), 8, 1, [script])
+    assert not verify_resume(trainer, KillPlan(1, kill_seed=1, num_processes=1))
     assert "DIFFERENT at step" in caplog.text and "training losses" in caplog.text
     assert list(tmp_path.glob("verify_resume-*/killed/metrics.jsonl"))  # kept for inspection
+
+
+OTHER_TRAINER = """
+import json, os, random, sys, time
+folder, kind = sys.argv[1:]
+os.makedirs(folder, exist_ok=True)
+path = os.path.join(folder, "state.bin")
+random.seed(0)
+step, weight = 0, 1.0
+if os.path.exists(path) and kind != "starts over":
+    step, weight, (version, numbers, gauss) = json.load(open(path))
+    if kind == "exact":
+        random.setstate((version, tuple(numbers), gauss))
+while step < 40:
+    step, weight = step + 1, weight * random.uniform(0.9, 1)
+    print(f"step {step}: loss {weight}")
+    time.sleep(0.02)
+    if step % 3 == 0:
+        with open(path + ".new", "w") as file:
+            json.dump([step, weight, random.getstate()], file)
+        os.replace(path + ".new", path)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "faults", "says"),
+    [
+        ("exact", list(FAULTS), "bitwise identical"),
+        ("forgets its random state", ["SIGKILL"] * 3, "DIFFERENT at step"),
+        ("starts over", ["SIGKILL"] * 3, "NOT RESUMED"),
+    ],
+)
+def test_another_trainer_is_judged_by_its_log_and_its_files(tmp_path, run_script, kind, faults, says):
+    """Each fault hits real processes; those that hang are found and killed."""
+    script, folder = tmp_path / "trainer.py", tmp_path / "out"
+    script.write_text(OTHER_TRAINER)
+    command = shlex.join([sys.executable, str(script), str(folder), kind])
+    options = ["--command", command, "--folder", folder, "--kills", len(faults), "--faults", *faults]
+    status, said, error = run_script("verify_resume.py", *options)
+    assert status == (says != "bitwise identical"), said + error
+    assert f"\n{says}" in said
+    for fault in faults:
+        assert fault in said
+    if kind == "exact":
+        assert "\nstate.bin" in said and said.count("(a hang, ended after 2 s)") == 2  # SIGSTOP and GIL
+        assert [path.name for path in tmp_path.iterdir()] == ["trainer.py"]
+    else:
+        assert sorted(path.name for path in next(tmp_path.glob("verify_resume-*")).glob("*/")) == ["killed", "straight"]
+
+
+def test_a_trainer_that_cannot_resume_is_one_line(tmp_path, run_script):
+    script, folder = tmp_path / "trainer.py", tmp_path / "out"
+    script.write_text(OTHER_TRAINER)
+    resume = f"{sys.executable} -c 'raise SystemExit(3)'"
+    command = shlex.join([sys.executable, str(script), str(folder), "exact"])
+    status, _, error = run_script(
+        "verify_resume.py", "--command", command, "--resume", resume, "--folder", folder, "--kills", 2
+    )
+    assert status == 2 and error.startswith("error: the killed-") and error.count("\n") == 1, error
+    assert "run failed with status 3; see its log" in error
+
+
+@pytest.mark.parametrize(
+    ("trainer", "says"),
+    [
+        ("transformers_trainer", "bitwise identical"),
+        ("accelerate_loop", "DIFFERENT at step 11: training losses"),
+        ("nanogpt_loop", "DIFFERENT at step 11: training losses"),
+    ],
+)
+def test_the_trainers_of_the_docs_resume_as_they_say(tmp_path, run_script, trainer, says):
+    folder = tmp_path / "out"
+    command = shlex.join([sys.executable, str(ROOT / "examples" / "resume" / f"{trainer}.py"), str(folder), "30"])
+    options = ["--command", command, "--resume", f"{command} --resume", "--folder", folder]
+    _, said, error = run_script("verify_resume.py", *options, "--kills", 1, "--faults", "SIGKILL", "--kill_seed", 9)
+    assert "session 2: resumed from step 10" in said, said + error
+    assert f"\n{says}" in said
+
+
+@pytest.mark.parametrize(
+    ("line", "found"),
+    [
+        ('{"step": 3, "loss": 4.1e-05}', ("3", "4.1e-05")),
+        ("step 4/30  loss 4.1234  val loss 5.0", ("4", "4.1234")),
+        ("iter 3: loss 4.5, time 3ms", ("3", "4.5")),
+        ("{'loss': '10.8', 'grad_norm': 2, 'step': 7}", ("7", "10.8")),
+        ('{"step": 3, "loss": NaN}', ("3", "NaN")),
+        ("Step: 4 - loss: -0.25.", ("4", "-0.25")),
+        ('{"step": 60, "loss": null}', None),
+        ("step 12 train_loss 3", None),
+    ],
+)
+def test_step_and_loss_are_found_in_usual_lines(line, found):
+    match = re.search(PATTERN, line)
+    assert (match and (match["step"], match["loss"])) == found

@@ -102,6 +102,16 @@ def test_a_native_folder_is_pushed_as_it_is_or_as_the_golf_model_that_it_was(exp
     assert "trust_remote_code" in files["README.md"].decode()
 
 
+@pytest.mark.slow
+def test_accelerate_estimates_the_memory_of_a_pushed_model(exported, our_hub, python):
+    push_folder(exported, "user/native", private=False, message="m")
+    push_folder(exported, "user/golf", private=False, message="m", format="golf")
+    estimate = ("-m", "accelerate.commands.accelerate_cli", "estimate-memory")
+    for options in (["user/native"], ["user/golf", "--trust_remote_code"]):
+        outcome = python(*estimate, *options, endpoint=our_hub.endpoint)
+        assert f"Memory Usage for loading `{options[0]}`" in outcome.stdout, outcome.stderr
+
+
 def test_private_is_sent_and_never_dropped_silently(exported, our_hub):
     push_folder(exported, "user/secret", private=True, message="m")
     assert our_hub.repositories["user/secret"].private
