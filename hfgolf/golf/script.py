@@ -13,17 +13,23 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.system.errors import UserError
 
-_MINIFIER = "python-minifier==3.4.0"  # this version: score.py must be the same bytes wherever it is written
+_MINIFIER = "3.4.0"  # this version: score.py must be the same bytes wherever it is written
 try:
     from python_minifier import minify
+
+    if version("python-minifier") != _MINIFIER:
+        raise ImportError
 except ImportError:
-    raise UserError(f"Golf needs python-minifier; run `pip install {_MINIFIER}`.") from None
+    raise UserError(
+        f"Golf needs python-minifier {_MINIFIER}; run `pip install python-minifier=={_MINIFIER}`."
+    ) from None
 
 MAX_BYTES = 12_000
 """What score.py may take; a test holds it."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import base64
 import importlib
+import importlib.metadata
 import json
 import lzma
 import math
@@ -148,8 +149,12 @@ def test_duplicate_names_are_rejected(monkeypatch):
         script.assemble({})
 
 
-def test_missing_minifier_is_one_line(monkeypatch):
-    monkeypatch.setitem(sys.modules, "python_minifier", None)
+@pytest.mark.parametrize("version", [None, "3.3.0"])
+def test_a_missing_or_another_minifier_is_one_line(monkeypatch, version):
+    if version is None:
+        monkeypatch.setitem(sys.modules, "python_minifier", None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
     monkeypatch.delitem(sys.modules, "hfgolf.golf.script")
-    with pytest.raises(UserError, match=r"^Golf needs python-minifier; run `pip install python-minifier==3\.4\.0`\.$"):
+    needed = r"^Golf needs python-minifier 3\.4\.0; run `pip install python-minifier==3\.4\.0`\.$"
+    with pytest.raises(UserError, match=needed):
         importlib.import_module("hfgolf.golf.script")
