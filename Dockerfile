@@ -24,7 +24,7 @@ WORKDIR /hfgolf
 COPY constraints.txt ./
 RUN pip install --no-cache-dir -c constraints.txt torch numpy setuptools
 COPY . .
-RUN pip install --no-cache-dir -c constraints.txt --no-build-isolation ".[gpu]"
+RUN pip install --no-cache-dir -c constraints.txt --no-build-isolation ".[gpu,golf]"
 
 # Compute and NVML, also where the container isn't started by docker run --gpus.
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility

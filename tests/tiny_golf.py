@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import torch
 
 from hfgolf.golf import artifact
 from hfgolf.golf.curvature import Curvature, measure_curvature
+from hfgolf.golf.decoder import read_config, read_tensors
 from hfgolf.golf.grid import round_nearest, row_codes_of
 from hfgolf.golf.script import config_differences
 from hfgolf.model.configuration_golf import GolfConfig
@@ -91,6 +93,11 @@ def build_model(**changes: Any) -> GolfForCausalLM:
     return model.eval()
 
 
+def decode(data: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], dict[str, artifact.Tensor]]:
+    """Return the config of an artifact, and its tensors by name. shapes: of the state dict, in its order."""
+    return read_config(data), dict(zip(shapes, read_tensors(data, list(shapes.values())), strict=True))
+
+
 def encode_model(model: GolfForCausalLM) -> bytes:
     """Round a model's matrices to the nearest grid points of 0.2 standard deviations, load them back, and encode it."""
     state = model.state_dict()
@@ -103,7 +110,7 @@ def encode_model(model: GolfForCausalLM) -> bytes:
         else:
             tensors[name] = weight
     data = artifact.encode(artifact.config_header(config_differences(model.config)), tensors).data
-    _, decoded = artifact.decode(data, {name: state[name].shape for name in order})
+    _, decoded = decode(data, {name: state[name].shape for name in order})
     with torch.no_grad():
         for name, tensor in decoded.items():
             state[name].copy_(torch.from_numpy(getattr(tensor, "dequantized", lambda tensor=tensor: tensor)()))

@@ -25,8 +25,7 @@ import torch
 from numpy.typing import NDArray
 
 from hfgolf.evaluate.token_bytes import bytes_per_token
-from hfgolf.golf import artifact
-from hfgolf.golf.decoder import weights_of
+from hfgolf.golf.decoder import read_tensors, weights_of
 from hfgolf.golf.grid import Quantized
 from hfgolf.golf.program import evaluate
 from hfgolf.golf.quantize import matrices, quantize_model
@@ -125,9 +124,9 @@ def main() -> int:
             method="nearest",
             allocation="sdclip",
         )
-        shapes = {name: tuple(one.shape) for name, one in scorer.state.items()}
-        tensors = artifact.decode((folder / "artifact.bin").read_bytes(), shapes)[1]
-        decoded = dict(zip(tensors, weights_of(tensors.values()), strict=True))
+        shapes = [tuple(one.shape) for one in scorer.state.values()]
+        tensors = read_tensors((folder / "artifact.bin").read_bytes(), shapes)
+        decoded = dict(zip(scorer.state, weights_of(tensors), strict=True))
         row = {
             "ledger": ledger,
             "slice_export": scorer.bits_per_byte(decoded),

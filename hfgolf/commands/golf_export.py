@@ -3,8 +3,7 @@
 Writes the folder RUN/golf: artifact.bin (the weights), score.py (a program that scores them and needs only torch and
 numpy), the text it scores (tokens.bin, bytes.bin), ledger.json, table.json, certificate.json, and model/ with the same
 weights for AutoModelForCausalLM. For an architecture other than Golf, unpack.py, which only reads the weights, replaces
-score.py. The run's report.html then also shows where the bytes are. Exits with 1 if the bytes don't fit, the round trip
-differs or the certificate fails.
+score.py. Exits with 1 if the bytes don't fit, the round trip differs or the certificate fails.
 """
 
 from __future__ import annotations
@@ -43,6 +42,7 @@ def main() -> Answer:
     parser.add_argument("--calibration_tokens", **bounded(1, 2**40, "default: golf.calibration_tokens"))
     parser.add_argument("--mode", choices=("flat", "sliding", "documents"), default="flat", help="evaluation (flat)")
     parser.add_argument("--stride", **bounded(1, 2**24, "tokens between windows, if they overlap"))
+    parser.add_argument("--skip_before", action="store_true", help="do not score the weights before rounding")
     arguments = parser.parse_args()
     if arguments.model and not (arguments.files and arguments.calibration_files and arguments.output):
         raise UserError("--model: also give --files, --calibration_files and --output.")
@@ -73,7 +73,8 @@ def main() -> Answer:
         golf = found.golf.replace(**stated)
         if golf.budget_bytes is None:
             raise UserError("--budget_bytes is missing, and the run's config has no golf.budget_bytes; state one.")
-        settings = Settings(golf, arguments.column_steps, arguments.mode, arguments.stride, arguments.code_files)
+        given = ("column_steps", "mode", "stride", "code_files", "skip_before")
+        settings = Settings(golf, **{name: getattr(arguments, name) for name in given})
         exported = export(found, settings, output, lambda line: print(line, file=sys.stderr, flush=True))
     data = {name: getattr(exported, name) for name in ("ledger", "table", "problems")}
     data |= {"folder": str(output), "certificate": exported.certificate.line}
@@ -95,16 +96,20 @@ def _text(exported: Exported) -> str:
     total, budget = ledger["totals"][ledger["count"]], ledger["budget_bytes"]
     left = f"{abs(total - budget):,} bytes {'over' if total > budget else 'free'}"
     totals = ", ".join(f"{num_bytes:,} counting {count}" for count, num_bytes in ledger["totals"].items())
-    parts = [f"{aligned(lines, 'lrll')}\n{total:,} of {budget:,} bytes, {left} ({totals})", table_text(exported.rows)]
+    parts = [
+        f"{aligned(lines, 'lrll')}\n{total:,} of {budget:,} bytes, {left} ({totals})",
+        table_text(exported.table["tensors"]),
+    ]
     parts += ["\n".join(said)] if (said := [*quantized.findings, *exported.table["findings"]]) else []
     before, after, seconds = (ledger[key] for key in ("before", "after", "seconds"))
     mode = after["mode"] if after["mode"] == "flat" else f"{after['mode']}, stride {after['stride']}"
-    change, spent = after["bpb"] - before["bpb"], ", ".join(f"{step} {duration(s)}" for step, s in seconds.items())
+    spent = ", ".join(f"{step} {duration(s)}" for step, s in seconds.items())
+    change = f" ({after['bpb'] - before['bpb']:+.4f}; {before['bpb']:.4f} before rounding)" if before else ""
     scorer = "by score.py on these files alone" if has_scorer(ledger) else "here, with the weights that unpack.py reads"
     rows = {
         "steps": f"D = {quantized.scale:.4g}, on average those of SDClip with k = {quantized.sdclip_k:.2f} at 6 bits",
         "scored": f"{scorer}, {mode}, {after['tokens']:,} tokens, {after['bytes']:,} bytes",
-        "bits per byte": f"{before['bpb']:.4f} before, {after['bpb']:.4f} after ({change:+.4f})",
+        "bits per byte": f"{after['bpb']:.4f}{change}",
         "time": f"{duration(sum(seconds.values()))}: {spent}",
         "folder": str(exported.folder),
     }

@@ -26,10 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.data.tokenizer import build_encoder, document_start, entry_spellings
-from hfgolf.evaluate.windows import plan_windows, score, sum_nats
 from hfgolf.golf.exact import TOTAL_BITS, Exact, Window, cumulated, load_exact, spans
 from hfgolf.golf.ledger import ARTIFACT, config_of, read_tokenizer, run_alone
-from hfgolf.golf.program import LOGITS_PER_BATCH, load_model
+from hfgolf.golf.program import evaluate, load_model
 from hfgolf.golf.restore import STATE_BITS, TOKENS_PER_PART
 from hfgolf.golf.script import packed_restore, smallest_lzma
 from hfgolf.model.configuration_golf import GolfConfig
@@ -54,8 +53,9 @@ _EXACT = {  # moves numbers, compares them, or is one correctly rounded operatio
     *("unsqueeze", "view", "where", "zeros", "zeros_like"),
 }
 _STUB = (
-    'import sys,lzma\nd=open(sys.argv[0],"rb").read()\nexec(lzma.decompress(d[:{0}]))\n'
-    'restore(d[{0}:],({1},{2},{3}),{4},{5},{6},"{7}")\n'
+    # the program has names of up to two letters
+    'import sys,lzma\ndata=open(sys.argv[0],"rb").read()\nexec(lzma.decompress(data[:{0}]))\n'
+    'restore(data[{0}:],({1},{2},{3}),{4},{5},{6},"{7}")\n'
 )
 
 
@@ -148,18 +148,14 @@ def unarchive(path: Path, output: Path) -> int:
         data = path.read_bytes()
         with zipfile.ZipFile(path) as file:
             stub = file.read("__main__.py").decode()
-        pattern = re.escape(_STUB).replace(re.escape('"{7}"'), '"([0-9a-f]{64})"')
-        found = re.fullmatch(re.sub(r"\\\{\d\\\}", r"(\\d+)", pattern), stub)
-        if found is None:
-            raise ValueError("it does not begin as one")
-        *numbers, sha256 = found.groups()
-        end, _, *sizes, start, num_tokens, lanes = map(int, numbers)
-        ends = np.cumsum([end, *sizes]).tolist()
+        *numbers, sha256 = re.findall(r"\b(?:[0-9a-f]{64}|\d+)\b", stub)  # what is wrong with them shows below
+        _, end, _, *sizes, start, num_tokens, lanes = map(int, numbers)
+        ends = itertools.accumulate([end, *sizes])
         sections = [data[a:b] for a, b in itertools.pairwise(ends)]
         program = packed_restore(config_of(sections[0]))
         if data != _assembled(program, sections, start, num_tokens, lanes, sha256):
             raise ValueError("its program is another one")
-    except (OSError, ValueError, TypeError, KeyError, RecursionError, zipfile.BadZipFile) as error:
+    except (OSError, ValueError, TypeError, LookupError, RecursionError, zipfile.BadZipFile) as error:
         raise UserError(
             f"{path} is not an archive that this version of hfgolf writes ({one_line(error)}), so it was not run; read"
             " it, and run it with Python yourself if you trust it."
@@ -213,13 +209,11 @@ def encode_tokens(network: GolfNetwork, ids: Tensor, num_tokens: int) -> bytes:
 
 def _bits(network: GolfNetwork, streams: Sequence[np.ndarray]) -> float:
     """Return the bits of streams of tokens, without their first, under the model in fp32 and in the same windows."""
-    config, total = network.model.config, 0.0
-    for tokens in streams:
-        length = min(config.max_position_embeddings, len(tokens) - 1)
-        plan = plan_windows("sliding", len(tokens), length, max(1, length // 2))
-        batch_size = max(1, LOGITS_PER_BATCH // (length * config.vocab_size))
-        total += score(lambda ids, labels: sum_nats(network(ids), labels), tokens.__getitem__, plan, batch_size)
-    return total / math.log(2)
+    config = network.model.config
+    windows = "sliding", max(1, config.max_position_embeddings // 2)
+    nats = sum(evaluate(network, config, tokens, np.ones_like(tokens), *windows)["nats"] for tokens in streams)
+    network.cpu()  # where all else of an archive is computed
+    return float(nats) / math.log(2)
 
 
 def _read_export(folder: Path) -> tuple[bytes, GolfConfig, GolfNetwork, PreTrainedTokenizerFast]:

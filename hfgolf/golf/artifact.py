@@ -48,8 +48,6 @@ from hfgolf.golf.decoder import (
     ROW_CODE,
     STATE_MINIMUM,
     VERSION,
-    read_config,
-    read_tensors,
 )
 from hfgolf.golf.grid import Quantized, entropy_bits
 from hfgolf.golf.quantize import stored
@@ -135,15 +133,6 @@ def encode(header: bytes, tensors: Mapping[str, Tensor]) -> Encoded:
         "frame": len(data) - sum(map(len, sections)),
     }
     return Encoded(data, in_tensors, parts)
-
-
-def decode(data: bytes, shapes: Mapping[str, tuple[int, ...]]) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Return the config, and the tensors by name.
-
-    shapes: of the state dict, in its order. Raises ValueError, one line, if the artifact is damaged or holds another
-    model.
-    """
-    return read_config(data), dict(zip(shapes, read_tensors(data, list(shapes.values())), strict=True))
 
 
 @dataclass(frozen=True)

@@ -90,29 +90,17 @@ def calibration_batches(
 
 
 def calibrated_curvature(
-    model: PreTrainedModel,
-    stream: Stream,
-    *,
-    seed: int | None,
-    sequence_length: int,
-    blocks_read: int,
-    num_tokens: int,
-    batch_size: int = 8,
+    model: PreTrainedModel, stream: Stream, *, sequence_length: int, batch_size: int = 8, **options: Any
 ) -> dict[str, Curvature]:
     """Measure the curvature on the blocks that a run reads next. Arguments as in calibration_batches.
 
     With fewer tokens, the predicted loss is too low: with 4,096, configs/small.yaml seems to need 6 to 11 % fewer
     bytes.
     """
-    batches = calibration_batches(
-        stream,
-        seed=seed,
-        sequence_length=sequence_length,
-        blocks_read=blocks_read,
-        num_tokens=num_tokens,
-        batch_size=max(1, min(batch_size, _LOGITS_PER_PASS // (sequence_length * model.config.vocab_size))),
-    )
-    return measure_curvature(model, batches, token_counts(stream, model.config.vocab_size))
+    vocab_size = model.config.vocab_size
+    batch_size = max(1, min(batch_size, _LOGITS_PER_PASS // (sequence_length * vocab_size)))
+    batches = calibration_batches(stream, sequence_length=sequence_length, batch_size=batch_size, **options)
+    return measure_curvature(model, batches, token_counts(stream, vocab_size))
 
 
 def token_counts(stream: Stream, vocab_size: int) -> NDArray[np.int64]:

@@ -18,15 +18,14 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hfgolf.config.sections import GolfSection
 from hfgolf.evaluate.token_bytes import bytes_per_token
-from hfgolf.golf import artifact
+from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.certificate import Certificate, certify
 from hfgolf.golf.curvature import calibrated_curvature
-from hfgolf.golf.decoder import weights_of, weights_sha256
 from hfgolf.golf.grid import Quantized
 from hfgolf.golf.ledger import (
     ARTIFACT,
@@ -37,19 +36,19 @@ from hfgolf.golf.ledger import (
     TOKENS,
     budget_problem,
     files_besides,
-    has_scorer,
     read_ledger,
     rescore,
 )
 from hfgolf.golf.packing import StateCoding, fill, unpacked
-from hfgolf.golf.program import evaluate, plan_of
+from hfgolf.golf.program import evaluate, load_model, plan_of
 from hfgolf.golf.quantize import QuantizedModel, matrices, require_room, stored
 from hfgolf.golf.source import Source
-from hfgolf.golf.table import Row, table, table_data
+from hfgolf.golf.table import table, table_data
 from hfgolf.golf.unpack import state_sha256
 from hfgolf.model.layers_golf import GolfNetwork
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
+from hfgolf.publish.model_card import with_golf_size
 from hfgolf.system.durable import replace_folder, write_bytes, write_text
 from hfgolf.system.errors import UserError, writing
 
@@ -61,7 +60,7 @@ if TYPE_CHECKING:
 class Settings:
     """How to export. golf: the section of a config, with a budget. code_files: more files that count.
 
-    mode, stride: of the evaluation, see evaluate/windows.py.
+    mode, stride: of the evaluation, see evaluate/windows.py. skip_before: do not score the weights before rounding.
     """
 
     golf: GolfSection
@@ -69,20 +68,19 @@ class Settings:
     mode: str = "flat"
     stride: int | None = None
     code_files: Sequence[Path] = ()
+    skip_before: bool = False
 
 
 @dataclass
 class Exported:
     """What an export found. problems: each reason why it does not count; empty if all is well.
 
-    ledger, table: the content of ledger.json and table.json; rows: of table.py. These and quantized are empty without a
-    certificate.
+    ledger, table: the content of ledger.json and table.json. These and quantized are empty without a certificate.
     """
 
     folder: Path
     certificate: Certificate
     quantized: QuantizedModel | None = None
-    rows: list[Row] = field(default_factory=list)
     table: dict[str, Any] = field(default_factory=dict)
     ledger: dict[str, Any] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
@@ -136,17 +134,18 @@ def _export(
     budget = {"budget_bytes": golf.budget_bytes or 0, "overhead_bytes": overhead}
     coding: StateCoding | None = None
     if isinstance(model, GolfForCausalLM):
-        weights, encode = matrices(model), artifact.model_encoder(model)
+        weights, encode = matrices(model), model_encoder(model)
     else:
         coding = StateCoding(model)
         weights, encode = coding.weights, coding.encode
     require_room(weights, size_of=lambda on_grids: len(encode(on_grids).data), **budget)
-    state = model.state_dict()
-    with timed("score before"):
-        network: nn.Module = _Logits(model) if coding else GolfNetwork(model.config).eval()
-        if coding is None:  # a tied head is not among the tensors of score.py
-            network.load_state_dict({name: state[name] for name in network.state_dict()})
-        before = evaluate(network, shape, tokens, token_bytes, *windows)
+    network: nn.Module = _Logits(model) if coding else GolfNetwork(model.config).eval()
+    before = None
+    if not settings.skip_before:
+        with timed("score before"):
+            if coding is None:  # a tied head is not among the tensors of score.py
+                network.load_state_dict(model.state_dict(), strict=False)
+            before = evaluate(network, shape, tokens, token_bytes, *windows)
     with timed("curvature"):
         curvature = calibrated_curvature(
             model,
@@ -160,39 +159,36 @@ def _export(
         options = {"method": golf.method, "allocation": golf.allocation, "column_steps": settings.column_steps}
         quantized, encoded = fill(weights, curvature, encode, progress=say, **options, **budget)
     write_bytes(partial / ARTIFACT, encoded.data)
-    decoded: Mapping[str, artifact.Tensor]
     with timed("score of the files"):
         if coding:
             state = unpacked(partial)
             model.load_state_dict(state)
-            decoded = {name: stored(coding.layers[name], state[name]) for name in quantized.tensors}
             sha256 = state_sha256(state)
             after = evaluate(network, shape, tokens, token_bytes, *windows) | {"sha256": sha256}
         else:
-            shapes = {name: tuple(tensor.shape) for name, tensor in network.state_dict().items()}
-            decoded = artifact.decode(encoded.data, shapes)[1]
-            sha256 = weights_sha256(weights_of(decoded.values()))
-            with torch.no_grad():
-                for name, weight in zip(decoded, weights_of(decoded.values()), strict=True):
-                    state[name].copy_(torch.from_numpy(np.asarray(weight)))
+            _, decoded, sha256 = load_model(encoded.data, model.config.to_dict())
+            state = decoded.state_dict()
+            model.load_state_dict(state, strict=False)
             after = rescore(partial, *windows)
+    found = {name: stored(coding.layers[name] if coding else None, state[name]) for name in quantized.tensors}
     ledger = read_ledger({partial / ARTIFACT: COUNTS} | files, golf.count, golf.budget_bytes or 0)
-    problems = _round_trip_problems(quantized.tensors, decoded, before, after, sha256)
+    expected = {"tokens": plan.num_scored, "bytes": certificate.facts["scored_bytes"], "sha256": sha256}
+    problems = _round_trip_problems(quantized.tensors, found, expected | plan.coverage(), after)
     problems += [problem] if (problem := budget_problem(ledger)) else []
-    if after["bytes"] != certificate.facts["scored_bytes"]:
-        problems.append(f"score.py scored {after['bytes']:,} bytes, which are not those of the certificate.")
-    rows = table(weights, quantized.tensors, curvature, encoded.tensors)
     stated = {name: getattr(settings, name) for name in ("column_steps", "mode", "stride")}
     ledger |= {"weights_sha256": sha256, "before": before, "after": after, "settings": golf.model_dump() | stated}
     ledger |= {"D": quantized.scale, "sdclip_k": quantized.sdclip_k, "seconds": seconds, "problems": problems}
-    data = table_data(rows) | {"parts": encoded.parts}
+    data = table_data(table(weights, quantized.tensors, curvature, encoded.tensors)) | {"parts": encoded.parts}
     for name, content in ((LEDGER, ledger), ("table.json", data)):
         write_text(partial / name, json.dumps(content, indent=1) + "\n")
     if coding and (kept := coding.kept(quantized.tensors, encoded)):
         said = ", ".join(f"{name} ({num_bytes:,} bytes)" for name, num_bytes in kept.items())
         quantized.findings.append(f"Kept at 8 significant bits, because what it does could not be seen: {said}.")
-    export_model(model, source.tokenizer, partial / "model", _card(source, ledger, folder / "model"))
-    return Exported(folder, certificate, quantized, rows, data, ledger, problems)
+    loss = after["nats"] / after["tokens"]
+    figures = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0)), "val_bits_per_byte": after["bpb"]}
+    figures |= {"val_tokens": after["tokens"], "val_bytes": after["bytes"], "model": str(folder / "model")}
+    export_model(model, source.tokenizer, partial / "model", with_golf_size(source.card(figures), ledger))
+    return Exported(folder, certificate, quantized, data, ledger, problems)
 
 
 def _write_files(
@@ -234,50 +230,15 @@ def _shape(source: Source) -> Any:
 
 def _round_trip_problems(
     tensors: Mapping[str, Quantized],
-    decoded: Mapping[str, artifact.Tensor],
-    before: Mapping[str, Any],
+    found: Mapping[str, NDArray[np.float32]],
+    expected: Mapping[str, Any],
     after: Mapping[str, Any],
-    sha256: str,
 ) -> list[str]:
     """Compare what the artifact decodes to, and what the clean process says, with what this process knows."""
     problems = []
-    rounded = zip(tensors.values(), weights_of([decoded[name] for name in tensors]), strict=True)
-    if not all(np.array_equal(one.dequantized(), weight) for one, weight in rounded):
+    if not all(np.array_equal(one.dequantized(), found[name]) for name, one in tensors.items()):
         problems.append("The artifact does not decode to the integers that were coded.")
-    if after["sha256"] != sha256:
-        problems.append("The round trip differs: score.py decoded other weights than this process.")
-    expected = {key: value for key, value in before.items() if key not in ("nats", "bpb")}
-    if (scored := {key: after[key] for key in expected}) != expected:
-        problems.append(f"The round trip differs: score.py scored {scored} instead of {expected}.")
+    for name, value in expected.items():
+        if after[name] != value:
+            problems.append(f"The round trip differs: the program has {name} {after[name]} instead of {value}.")
     return problems
-
-
-def _card(source: Source, ledger: Mapping[str, Any], folder: Path) -> str:
-    """Return the model's card with a section on its bytes, in front of the one on its training."""
-    after, before = ledger["after"], ledger["before"]
-    loss = after["nats"] / after["tokens"]
-    card = source.card(
-        {
-            "model": str(folder),
-            "val_loss": loss,
-            "val_perplexity": math.exp(min(loss, 700.0)),
-            "val_bits_per_byte": after["bpb"],
-            "val_tokens": after["tokens"],
-            "val_bytes": after["bytes"],
-        }
-    )
-    size = next(file["bytes"] for file in ledger["files"] if file["name"] == ARTIFACT)
-    scored = (
-        "The program, run on these files alone, scores" if has_scorer(ledger) else "What the program decodes scores"
-    )
-    hashed = "weights in fp32" if has_scorer(ledger) else "state dict, as the program prints it"
-    section = (
-        "## How small it is\n\n"
-        f"These weights come from an artifact of {size:,} bytes: rounded to integers times steps, and entropy-coded."
-        f" With the program that decodes it, that is {ledger['totals'][ledger['count']]:,} bytes of a budget"
-        f" of {ledger['budget_bytes']:,}. {scored} {after['bpb']:.4f} bits per"
-        f" byte ({before['bpb']:.4f} before rounding) on {after['tokens']:,} tokens, {after['bytes']:,} bytes, in mode"
-        f" {after['mode']}. SHA-256 of the {hashed}: `{ledger['weights_sha256']}`.\n\n"
-    )
-    before_training, heading, training = card.partition("## How it was trained")
-    return f"{before_training.rstrip()}\n\n{section}{heading}{training}".rstrip() + "\n"

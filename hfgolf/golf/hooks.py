@@ -25,7 +25,7 @@ from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.curvature import Curvature, calibrated_curvature
 from hfgolf.golf.grid import MAX_INTEGER, Quantized, steps_of
 from hfgolf.golf.ledger import bytes_besides
-from hfgolf.golf.quantize import matrices, plan_steps, quantize_model, rounded, scale_for_bytes
+from hfgolf.golf.quantize import matrices, plan_steps, quantize_model, require_room, rounded, scale_for_bytes
 from hfgolf.system.errors import UserError
 from hfgolf.train.hooks import Hook
 from hfgolf.train.validation import averaged_weights
@@ -123,11 +123,15 @@ class QuantizationAwareTraining(Hook):
         """{"step", "frozen", "codes"}; empty: not yet."""
         self._rounding: Rounding | None = None
 
-    def before_step(self, run: Run, expected_steps: float) -> None:
-        """Choose, renew or freeze the grid, if it is time. Raises UserError under FSDP, or if no grid fits."""
-        fraction, state, accelerator, grid = run.config.golf.qat_fraction, run.state, run.accelerator, self._grid
-        if accelerator.distributed_type == DistributedType.FSDP:
+    def start(self, run: Run) -> None:
+        """Raise UserError under FSDP, or if not even zeros fit the budget."""
+        if run.accelerator.distributed_type == DistributedType.FSDP:
             raise UserError("golf.qat_fraction: FSDP shards the matrices that it would round; use DDP, or set it to 0.")
+        require_room(matrices(run.golf_model), budget_bytes=_budget(run), **_sizes(run))
+
+    def before_step(self, run: Run, expected_steps: float) -> None:
+        """Choose, renew or freeze the grid, if it is time. Raises UserError if no grid fits."""
+        fraction, state, accelerator, grid = run.config.golf.qat_fraction, run.state, run.accelerator, self._grid
         steps_per_grid = fraction * expected_steps / GRIDS
         is_late = state.step >= min(expected_steps - steps_per_grid, expected_steps - 1)
         is_due = state.step >= (1 - fraction) * expected_steps
@@ -220,6 +224,10 @@ def _curvature(run: Run) -> dict[str, Curvature]:
     )
 
 
+def _budget(run: Run) -> int:
+    return int(AIM * (run.config.golf.budget_bytes or 0))  # golf.qat_fraction asks for one
+
+
 def _sizes(run: Run) -> dict[str, Any]:
     """Return overhead_bytes and size_of, as forecast and quantize_model take them."""
     golf, encode = run.config.golf, model_encoder(run.golf_model)
@@ -232,13 +240,12 @@ def _sizes(run: Run) -> dict[str, Any]:
 def _choose(run: Run) -> tuple[dict[str, str] | None, str | None]:
     """Return the grid that an export by nearest rounding would use now, packed; or the reason why there is none."""
     golf, model = run.config.golf, run.golf_model
-    assert golf.budget_bytes is not None
     try:
         with run.stopwatch.charge("evaluate"):
             quantized = quantize_model(
                 matrices(model),
                 _curvature(run),
-                budget_bytes=int(AIM * golf.budget_bytes),
+                budget_bytes=_budget(run),
                 method="nearest",
                 allocation=golf.allocation,
                 **_sizes(run),

@@ -8,19 +8,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import math
 import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.checkpoint.identity import Change, rule
@@ -32,7 +29,8 @@ from hfgolf.evaluate.token_bytes import adds_a_space, bytes_per_token
 from hfgolf.evaluate.windows import MODES, plan_windows
 from hfgolf.golf.certificate import certify
 from hfgolf.golf.decoder import read_config
-from hfgolf.golf.script import defaults, packed_script, packed_unpack
+from hfgolf.golf.merges import pack_tokenizer, unpack_tokenizer
+from hfgolf.golf.script import defaults, packed_script, packed_unpack, smallest_lzma
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.run.record import read_json
 from hfgolf.system.errors import UserError
@@ -49,7 +47,6 @@ _COUNTED_BY: dict[str, tuple[str, ...]] = {
     **{ARTIFACT: COUNTS, SCRIPT: COUNTS, TOKENIZER: COUNTS[1:], CONFIG: COUNTS[1:]},
     **{TOKENS: (), TOKEN_BYTES: (), UNPACK: COUNTS},
 }
-_MAX_TOKENIZER_BYTES = 2**28  # a larger one is a bomb
 _RELATIVE_TOLERANCE = 1e-6  # of nats: another machine, or another number of threads, adds in another order
 
 
@@ -62,9 +59,9 @@ def files_besides(
     again; None: it is not known.
     """
     contents = {UNPACK: packed_unpack()} if config is None else {SCRIPT: packed_script(config)}
-    contents |= {TOKENIZER: _packed(tokenizer.backend_tokenizer.to_str().encode())}
+    contents[TOKENIZER] = pack_tokenizer(tokenizer.backend_tokenizer)
     if run_config is not None:
-        contents[CONFIG] = _packed(training_config(run_config).encode())
+        contents[CONFIG] = smallest_lzma(training_config(run_config).encode())
     return {name: (content, _COUNTED_BY[name]) for name, content in contents.items()}
 
 
@@ -92,11 +89,6 @@ def training_config(config: RunConfig) -> str:
             lines.append(f"{section}:")
         lines.append(f"  {key}: {as_yaml(redact_values(value))}")
     return "\n".join(lines) + "\n"
-
-
-@lru_cache(maxsize=2)  # a run asks again at each forecast and each grid
-def _packed(content: bytes) -> bytes:
-    return lzma.compress(content, preset=9 | lzma.PRESET_EXTREME)
 
 
 def read_ledger(files: Mapping[Path, tuple[str, ...]], count: str, budget_bytes: int) -> dict[str, Any]:
@@ -300,8 +292,7 @@ def _text_problem(folder: Path, files: Sequence[str]) -> str | None:
 def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
     """Return the tokenizer of an exported folder. Raises whatever a damaged file leads to."""
     eos = read_config((folder / ARTIFACT).read_bytes()).get("eos_token_id", GolfConfig.eos_token_id or 0)
-    packed = lzma.LZMADecompressor().decompress((folder / TOKENIZER).read_bytes(), _MAX_TOKENIZER_BYTES)
-    backend = Tokenizer.from_str(packed.decode())
+    backend = unpack_tokenizer((folder / TOKENIZER).read_bytes())
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=str(backend.id_to_token(eos)))
 
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -95,22 +94,24 @@ def pack(
         raise UserError("batches: there are none; give some 32,768 tokens of the kind that the model was trained on.")
     coding, program = StateCoding(model), packed_unpack()
     budget = {"budget_bytes": budget_bytes, "overhead_bytes": len(program)}
-    with _of_pack():
-        require_room(coding.weights, size_of=lambda on_grids: len(coding.encode(on_grids).data), **budget)
+    require_room(coding.weights, size_of=lambda on_grids: len(coding.encode(on_grids).data), **budget)
     loss_before = _mean_loss(model, scored or calibration)
     progress(f"loss before: {loss_before:.4f} nats per target")
     curvature = measure_curvature(model, calibration)
     if not curvature:
         raise UserError("model: no linear layer or embedding of it ran on the batches, so there is nothing to round.")
-    with _of_pack():
-        quantized, encoded = fill(coding.weights, curvature, coding.encode, progress=progress, **budget)
+    quantized, encoded = fill(coding.weights, curvature, coding.encode, progress=progress, **budget)
     with writing("folder", folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_bytes(folder / UNPACK, program)
         write_bytes(folder / ARTIFACT, encoded.data)
     state = unpacked(folder)
-    with _holding(model, state):
+    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    try:
+        model.load_state_dict(state)
         loss_after = _mean_loss(model, scored or calibration)
+    finally:
+        model.load_state_dict(own)
     return Packed(
         folder,
         num_bytes=len(program) + len(encoded.data),
@@ -220,23 +221,3 @@ def _mean_loss(model: nn.Module, batches: Iterable[Any]) -> float:
             loss, count, _ = summed_loss(model, batch)
             nats, num_targets = nats + loss.item(), num_targets + count
     return nats / num_targets
-
-
-@contextmanager
-def _holding(model: nn.Module, state: Mapping[str, Tensor]) -> Iterator[None]:
-    """Give a model this state inside the `with` block, and restore its own after it, to the bit."""
-    own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    try:
-        model.load_state_dict(state)
-        yield
-    finally:
-        model.load_state_dict(own)
-
-
-@contextmanager
-def _of_pack() -> Iterator[None]:
-    """Name the argument of pack in errors, instead of a run's key."""
-    try:
-        yield
-    except UserError as error:
-        raise UserError(str(error).replace("golf.budget_bytes", "budget_bytes")) from None

@@ -19,7 +19,7 @@ from hfgolf.evaluate.windows import MODES, Plan, plan_windows, score, sum_nats
 from hfgolf.golf.decoder import read_config, read_tensors, weights_of, weights_sha256
 from hfgolf.model.layers_golf import GolfNetwork
 
-LOGITS_PER_BATCH = 2**24  # 64 MiB in fp32
+LOGITS_PER_BATCH = 2**21  # with 8 times as many, the system spends as long on pages of memory as the model computes
 
 
 def load_model(data: bytes, defaults: dict[str, Any]) -> tuple[SimpleNamespace, GolfNetwork, str]:

@@ -268,7 +268,7 @@ def require_room(
     }
     if (least := overhead_bytes + size_of(zeros)) > budget_bytes:
         raise UserError(
-            f"golf.budget_bytes: {budget_bytes:,} is too small: with zeros in all matrices the files still take"
+            f"budget_bytes: {budget_bytes:,} is too small: with zeros in all matrices the files still take"
             f" {least:,} bytes; raise the budget far above that, or train a smaller model."
         )
 
@@ -317,7 +317,7 @@ def quantize_model(
         progress(f"coding {coding + 1}: D {scale:.4g}, {size:,} bytes")
         if size > budget_bytes and scale == coarsest:
             raise UserError(
-                f"golf.budget_bytes: {budget_bytes:,} is too small: with the coarsest steps the model still takes"
+                f"budget_bytes: {budget_bytes:,} is too small: with the coarsest steps the model still takes"
                 f" {size:,} bytes; raise the budget to that at least, or train a smaller model."
             )
         if size <= budget_bytes and (best is None or size > best.size_bytes):
@@ -326,7 +326,7 @@ def quantize_model(
             break
     if best is None:
         raise UserError(
-            f"golf.budget_bytes: found no steps that fit in {budget_bytes:,}; the last attempt took {size:,} bytes."
+            f"budget_bytes: found no steps that fit in {budget_bytes:,}; the last attempt took {size:,} bytes."
         )
     free, findings = budget_bytes - best.size_bytes, []
     if best.scale == finest:

@@ -41,7 +41,8 @@ def _text(data: bytes, sizes: tuple[int, int, int], start: int, num_tokens: int,
     weights, vocabulary, stream = (data[sum(sizes[:part]) :][: sizes[part]] for part in range(3))
     config, network, _ = load_model(weights, {})
     load_exact(network)
-    state, at = int.from_bytes(stream[:7], "big"), 7
+    at = STATE_BITS // 8 + 1
+    state = int.from_bytes(stream[:at], "big")
     targets = -(-num_tokens // lanes)
     ids = torch.full((lanes, targets + 1), start)
     exact = Exact()

@@ -8,18 +8,28 @@ from __future__ import annotations
 
 import ast
 import base64
-import itertools
-import keyword
 import lzma
-import string
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, TypeGuard
 
 from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.system.errors import UserError
+
+_MINIFIER = "3.4.0"  # this version: score.py must be the same bytes wherever it is written
+try:
+    from python_minifier import minify
+
+    if version("python-minifier") != _MINIFIER:
+        raise ImportError
+except ImportError:
+    raise UserError(
+        f"Golf needs python-minifier {_MINIFIER}; run `pip install python-minifier=={_MINIFIER}`."
+    ) from None
 
 MAX_BYTES = 12_000
 """What score.py may take; a test holds it."""
@@ -73,20 +83,41 @@ def _values(config: GolfConfig) -> tuple[tuple[str, str], ...]:
 
 @lru_cache(maxsize=8)
 def _packed(values: tuple[tuple[str, str], ...], entry: str, ending: str) -> bytes:
-    statements = assemble({name: ast.literal_eval(value) for name, value in values}, entry)
-    _rename(statements)
-    source = _indented_by_one(ast.unparse(ast.fix_missing_locations(ast.Module(statements, []))))
-    return smallest_lzma((source + ending).encode())
+    module = ast.Module(assemble({name: ast.literal_eval(value) for name, value in values}, entry), [])
+    _make_positional(module)
+    source = minify(
+        ast.unparse(ast.fix_missing_locations(module)) + "\n" + ending,
+        remove_literal_statements=True,
+        remove_asserts=True,
+        hoist_literals=False,  # LZMA does that
+        rename_globals=True,
+        preserve_globals=[*_KEPT_NAMES],
+        prefer_single_line=True,
+    )
+    return smallest_lzma(source.encode())
 
 
+def _make_positional(module: ast.Module) -> None:
+    """Make arguments positional-only, in place, unless a keyword or a string names them: so they can be renamed."""
+    nodes = list(ast.walk(module))
+    named = {node.arg for node in nodes if isinstance(node, ast.keyword)}
+    named |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    for function in nodes:
+        if isinstance(function, ast.FunctionDef):
+            each = function.args.args
+            count = next((place for place, argument in enumerate(each) if argument.arg in named), len(each))
+            function.args.posonlyargs, function.args.args = each[:count], each[count:]
+
+
+@lru_cache(maxsize=8)  # a run asks again at each forecast and each grid
 def smallest_lzma(content: bytes) -> bytes:
     """Return content packed with those settings of LZMA that make it smallest, for lzma.decompress."""
-    filters = [
-        {"id": lzma.FILTER_LZMA1, "preset": 9 | lzma.PRESET_EXTREME, "lc": lc, "lp": lp, "pb": pb}
-        for lc in range(5)
-        for lp in range(5 - lc)
-        for pb in range(3)
-    ]
+    settings = {
+        "id": lzma.FILTER_LZMA1,
+        "preset": 9 | lzma.PRESET_EXTREME,
+        "dict_size": 1 << max(12, len(content).bit_length()),  # to clear the preset's 64 MiB takes longer than the rest
+    }
+    filters = [settings | {"lc": lc, "lp": lp, "pb": pb} for lc in range(5) for lp in range(5 - lc) for pb in range(3)]
     return min((lzma.compress(content, lzma.FORMAT_ALONE, filters=[each]) for each in filters), key=len)
 
 
@@ -129,7 +160,7 @@ def assemble(values: Mapping[str, Any], entry: str = "main") -> list[ast.stmt]:
 
 
 def _statements() -> list[ast.stmt]:
-    """Return the statements of all sources, without types, docstrings and dropout."""
+    """Return the statements of all sources, without types and dropout."""
     package = Path(__file__).parents[1]
     modules = [ast.parse((package / source).read_text(encoding="utf-8")) for source in SOURCES]
     return [statement for module in modules for statement in Bare().visit(module).body]
@@ -149,7 +180,7 @@ def defaults() -> dict[str, Any]:
 
 
 class Bare(ast.NodeTransformer):
-    """Remove annotations, docstrings and other lone strings, assertions and dropout."""
+    """Remove annotations and dropout."""
 
     def visit_Call(self, node: ast.Call) -> ast.expr:
         self.generic_visit(node)
@@ -176,12 +207,6 @@ class Bare(ast.NodeTransformer):
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.Assign | None:
         return None if node.value is None else ast.Assign([node.target], node.value)
-
-    def visit_Expr(self, node: ast.Expr) -> ast.Expr | None:
-        return None if isinstance(node.value, ast.Constant) else node
-
-    def visit_Assert(self, node: ast.Assert) -> None:
-        return None
 
 
 class Specialize(ast.NodeTransformer):
@@ -284,47 +309,12 @@ def _drop_unused_methods(statements: list[ast.stmt]) -> None:
             each.body = [part for part in each.body if getattr(part, "name", None) not in unused] or [ast.Pass()]
 
 
-def _rename(statements: list[ast.stmt]) -> None:
-    """Give local variables and what a module defines short names, in place.
-
-    Names stay too if they are an attribute, a keyword of some call, or a string: those may reach across functions.
-    """
-    module = ast.Module(statements, [])
-    nodes = list(ast.walk(module))
-    visible = {node.arg for node in nodes if isinstance(node, ast.keyword) and node.arg}
-    visible |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
-    visible |= {node.name for node in nodes if isinstance(node, ast.ExceptHandler) and node.name}
-    top = {name for statement in statements for name in _defined(statement)}
-    for statement in statements:
-        for part in statement.body if isinstance(statement, ast.ClassDef) else [statement]:
-            if isinstance(part, ast.FunctionDef):
-                _rename_within(part, visible | top)
-    imports = [each for each in statements if isinstance(each, ast.Import | ast.ImportFrom)]
-    taken = {(alias.asname or alias.name).split(".")[0] for each in imports for alias in each.names}
-    taken |= {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
-    counts = Counter(node.id for node in ast.walk(module) if isinstance(node, ast.Name) and node.id in top)
-    names = [name for name, _ in counts.most_common() if name not in visible and name not in _KEPT_NAMES]
-    _replace(module, dict(zip(names, _short_names(taken, string.ascii_uppercase), strict=False)))
-
-
 def _defined(statement: ast.stmt) -> list[str]:
     """Return the names that a statement of a module defines, imports aside."""
     if isinstance(statement, ast.FunctionDef | ast.ClassDef):
         return [statement.name]
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     return [node.id for target in targets for node in ast.walk(target) if isinstance(node, ast.Name)]
-
-
-def _indented_by_one(source: str) -> str:
-    """Return source, as ast.unparse writes it, with one space per level. Raises ValueError if that would change it."""
-    lines = []
-    for line in source.splitlines():
-        text = line.lstrip(" ")
-        lines.append(" " * ((len(line) - len(text)) // 4) + text)
-    smaller = "\n".join(lines) + "\n"
-    if ast.dump(ast.parse(smaller)) != ast.dump(ast.parse(source)):
-        raise ValueError("a string of several lines would change with its indentation: write it on one line")
-    return smaller
 
 
 def _is_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
@@ -334,32 +324,3 @@ def _is_self(node: ast.AST) -> TypeGuard[ast.Attribute]:
 def _truth(node: ast.expr) -> bool | None:
     """Return whether a constant is true; None if the node is not a constant."""
     return bool(node.value) if isinstance(node, ast.Constant) else None
-
-
-def _rename_within(function: ast.FunctionDef, stay: set[str]) -> None:
-    nodes = list(ast.walk(function))
-    arguments = {node.arg for node in nodes if isinstance(node, ast.arg)}
-    stored = {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
-    used = Counter(node.id for node in nodes if isinstance(node, ast.Name))
-    local = (arguments | stored) - stay
-    taken = {name for name in used if name not in local} | (arguments - local)
-    taken |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}
-    names = sorted(local, key=lambda name: (-used[name], name))
-    _replace(function, dict(zip(names, _short_names(taken, string.ascii_lowercase), strict=False)))
-
-
-def _replace(tree: ast.AST, names: Mapping[str, str]) -> None:
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Name):
-            node.id = names.get(node.id, node.id)
-        elif isinstance(node, ast.arg):
-            node.arg = names.get(node.arg, node.arg)
-        elif isinstance(node, ast.FunctionDef | ast.ClassDef) and node is not tree:
-            node.name = names.get(node.name, node.name)
-
-
-def _short_names(taken: Collection[str], letters: str) -> Iterator[str]:
-    for length in itertools.count(1):
-        for name in map("".join, itertools.product(letters, repeat=length)):
-            if name not in taken and not keyword.iskeyword(name):
-                yield name

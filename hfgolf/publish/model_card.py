@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -31,6 +31,7 @@ from hfgolf.system.wording import describe_overlap, dollars, duration, join_word
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _USAGE = Path(__file__).with_name("usage.md")
+_GOLF_SIZE = Path(__file__).with_name("golf_size.md")
 CHAT_SECTION = "## How to chat with it"
 _USAGE_IN_CARD = re.compile(
     r"^## How to load it\n.*?(?=\n+(## How good it is|A sample, generated|## How it was trained))",
@@ -129,6 +130,14 @@ def usage(model: PreTrainedModel, location: str, is_chat: bool, has_gguf: bool =
         made_from=getattr(config, "golf", None),
         num_parameters=f"{model.num_parameters():,}",
     )
+
+
+def with_golf_size(card: str, ledger: Mapping[str, Any]) -> str:
+    """Return a card with a section on the bytes of a golf export, in front of the one on the training."""
+    sizes = {file["name"]: file["bytes"] for file in ledger["files"]}
+    section = Template(_GOLF_SIZE.read_text(encoding="utf-8")).render(ledger, sizes=sizes)
+    before, heading, training = card.partition("## How it was trained")
+    return f"{before.rstrip()}\n\n{section}\n\n{heading}{training}".rstrip() + "\n"
 
 
 def gguf_card(file: str, repo_id: str, base_model: str | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tiny_golf import decode
 
 from hfgolf.golf import artifact
 from hfgolf.golf.artifact import config_header
@@ -54,7 +55,7 @@ def assert_equal(found, tensors):
 def test_decoded_model_equals_the_encoded_one_and_gives_the_same_bytes():
     tensors = model()
     data = artifact.encode(config_header(CONFIG), tensors).data
-    config, found = artifact.decode(data, shapes_of(tensors))
+    config, found = decode(data, shapes_of(tensors))
     assert config == CONFIG
     assert_equal(found, tensors)
     assert artifact.encode(config_header(dict(reversed(CONFIG.items()))), found).data == data
@@ -72,7 +73,7 @@ def test_random_models_survive_a_round_trip(seed):
             spread, scale = random.uniform(0, 4), 10.0 ** random.uniform(-2, 2.5)
             tensors[f"matrix{number}"] = matrix(random, rows, columns, scale, random.random() < 0.5, spread)
     encoded = artifact.encode(b"{}", tensors)
-    found = artifact.decode(encoded.data, shapes_of(tensors))[1]
+    found = decode(encoded.data, shapes_of(tensors))[1]
     for name, tensor in tensors.items():
         if not isinstance(tensor, Quantized):  # values too small for fp16's exponent lose more than the others
             np.testing.assert_allclose(found[name], tensor, rtol=2**-8 + 2**-10, atol=2**-21)
@@ -117,7 +118,7 @@ def test_flipped_missing_and_appended_bytes_are_rejected():
         damaged += [data[:place] + bytes([data[place] ^ flip]) + data[place + 1 :] for flip in (0x01, 0xFF)]
     for one in damaged:
         with pytest.raises(ValueError, match=r"^it is "):
-            artifact.decode(one, shapes_of(tensors))
+            decode(one, shapes_of(tensors))
 
 
 @pytest.mark.parametrize("name", ["up.weight", "norm.weight", "zero.weight"])
@@ -127,14 +128,14 @@ def test_weights_of_another_model_are_rejected(name):
     shapes = shapes_of(tensors)
     shapes[name] = (*shapes[name][:-1], shapes[name][-1] + 1)
     with pytest.raises(ValueError, match="it does not hold the weights of this model"):
-        artifact.decode(data, shapes)
+        decode(data, shapes)
 
 
 def test_later_format_version_is_rejected(monkeypatch):
     monkeypatch.setattr(artifact, "VERSION", 2)
     data = artifact.encode(b"{}", {}).data
     with pytest.raises(ValueError, match="has version 2; this program reads version 1"):
-        artifact.decode(data, {})
+        decode(data, {})
 
 
 @pytest.mark.parametrize("value", [70000.0, -65519.0, np.inf, np.nan])
@@ -146,7 +147,7 @@ def test_values_outside_fp16_are_rejected(value):
 def test_fp16_values_are_exact_and_zero_loses_its_sign():
     values = np.array([-0.0, 0.0, 1.0, -1.5, 2.0**-24, 65280.0], np.float32)
     encoded = artifact.encode(b"{}", {"a": values})
-    found = artifact.decode(encoded.data, {"a": (6,)})[1]["a"]
+    found = decode(encoded.data, {"a": (6,)})[1]["a"]
     np.testing.assert_array_equal(found[[0, 1, 2, 3, 5]], values[[0, 1, 2, 3, 5]])
     assert not np.signbit(found[0])
 

@@ -15,14 +15,15 @@ import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
+from tiny_golf import decode
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 from hfgolf import train
 from hfgolf.config.parse import load_config
-from hfgolf.golf import artifact
 from hfgolf.golf.decoder import read_sections
 from hfgolf.golf.ledger import rescore
+from hfgolf.golf.merges import unpack_tokenizer
 from hfgolf.golf.script import MAX_BYTES
 from hfgolf.golf.source import run_source
 from hfgolf.golf.unpack import state_sha256, unpack
@@ -69,7 +70,7 @@ def test_exported_model_is_the_one_that_was_scored(exported):
     model = AutoModelForCausalLM.from_pretrained(exported / "model", trust_remote_code=True)
     stored = load_file(exported / "model" / "model.safetensors")
     shapes = {name: tensor.shape for name, tensor in stored.items()}
-    _, decoded = artifact.decode((exported / "artifact.bin").read_bytes(), order_of(model, shapes))
+    _, decoded = decode((exported / "artifact.bin").read_bytes(), order_of(model, shapes))
     for name, tensor in decoded.items():
         np.testing.assert_array_equal(getattr(tensor, "dequantized", lambda tensor=tensor: tensor)(), stored[name])
     tokens = np.fromfile(exported / "tokens.bin", "<u2").astype(np.int64)
@@ -361,8 +362,7 @@ def leave_out_text(folder, raw):
 
 def double_bytes(folder, raw):
     """Each byte that was scored is spelled twice by the tokenizer."""
-    backend = Tokenizer.from_str(lzma.decompress((folder / "tokenizer.json.xz").read_bytes()).decode())
-    rules = json.loads(backend.to_str())
+    rules = json.loads(unpack_tokenizer((folder / "tokenizer.json.xz").read_bytes()).to_str())
     rules["model"]["vocab"] = {entry * (1 + (len(entry) == 1)): n for entry, n in rules["model"]["vocab"].items()}
     doubled = Tokenizer.from_str(json.dumps(rules))
     tokens, token_bytes = (np.fromfile(folder / name, "<u2") for name in ("tokens.bin", "bytes.bin"))
@@ -412,7 +412,7 @@ def test_a_folder_that_agrees_with_itself_is_refused_beside_the_raw_text(
 def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path, run_script):
     output = tmp_path / "small"
     options = ["--output", output, "--budget_bytes", "60000", "--count", "everything", "--method", "nearest"]
-    options += ["--mode", "sliding", "--stride", "16", "--column_steps"]
+    options += ["--mode", "sliding", "--stride", "16", "--column_steps", "--skip_before"]
     ended = run_script("golf_export.py", "--run", trained, *options)
     assert ended.status == 0, ended.err
     for line in ("Certificate holds", "bits per byte", "sliding, stride 16", "SDClip", "artifact.bin"):
@@ -421,6 +421,8 @@ def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path
     ledger = json.loads((output / "ledger.json").read_text())
     assert ledger["totals"]["everything"] <= 60_000 < 60_000 + MAX_BYTES
     assert ledger["settings"]["column_steps"] is True
+    assert ledger["before"] is None and "score before" not in ended.err and "before" not in ended.out
+    assert "before rounding" not in (output / "model" / "README.md").read_text()
     assert ledger["settings"]["method"] == "nearest" and ledger["settings"]["calibration_tokens"] == 512
     flat = run_script("golf_score.py", output, "--mode", "flat")
     assert (
@@ -491,7 +493,7 @@ def test_failed_certificate_gives_no_score(trained, corpus_file, tmp_path, run_s
         (["--run", "nowhere"], "there is no run in nowhere"),
         (["--model", "m", "--budget_bytes", "1"], "also give --files, --calibration_files and --output"),
         (["--run", "RUN"], "--budget_bytes is missing"),
-        (["--run", "RUN", "--budget_bytes", "9000"], "9,000 is too small"),
+        (["--run", "RUN", "--budget_bytes", "7000"], "7,000 is too small"),
         (["--run", "RUN", "--output", "RUN", "--budget_bytes", "9000"], "exists and no export wrote it"),
         (["--run", "RUN", "--budget_bytes", "9000", "--code_files", "nothing.py"], "nothing.py is not a file"),
     ],

@@ -180,7 +180,7 @@ def test_curvature_and_passing_errors_on_lower_the_predicted_loss_at_any_size(se
 
 def test_too_small_budget_error_names_the_bytes_needed(small_model):
     model, curvature = small_model
-    with pytest.raises(UserError, match=r"golf.budget_bytes: 6,000 is too small: .* still takes \S+ bytes") as said:
+    with pytest.raises(UserError, match=r"^budget_bytes: 6,000 is too small: .* still takes \S+ bytes") as said:
         quantize_model(matrices(model), curvature, budget_bytes=6000, overhead_bytes=5500, size_of=size_of)
     needed = int(str(said.value).split("takes ")[1].split(" ")[0].replace(",", ""))
     quantized = quantize_model(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import base64
+import importlib
+import importlib.metadata
 import json
 import lzma
 import math
@@ -20,6 +23,7 @@ from hfgolf.golf import program, script
 from hfgolf.golf.ledger import ARTIFACT, TOKEN_BYTES, TOKENS, rescore
 from hfgolf.golf.script import MAX_BYTES, config_differences, packed_script
 from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 DEFAULTS = {**script.defaults(), "dropout": 0.0, "attention_dropout": 0.0}  # dropped from a packed program
@@ -57,7 +61,10 @@ def test_script_is_small_plain_text_and_needs_only_torch_and_numpy(changes):
     assert len(packed) <= MAX_BYTES == 12_000
     assert re.fullmatch(rb"import lzma,base64\nexec\(lzma\.decompress\(base64\.b85decode\(\"[!-~]+\"\)\)\)\n", packed)
     source = unpack(packed)
-    outside = set(re.findall(r"^(?:from|import) (\w+)", source, re.MULTILINE)) - sys.stdlib_module_names
+    nodes = list(ast.walk(ast.parse(source)))
+    imported = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported |= {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    outside = {name.split(".")[0] for name in imported} - sys.stdlib_module_names
     assert outside == {"torch", "numpy"}
     assert '"""' not in source and "->" not in source and "apply_dropout" not in source and "config." not in source
 
@@ -142,7 +149,12 @@ def test_duplicate_names_are_rejected(monkeypatch):
         script.assemble({})
 
 
-def test_a_string_of_several_lines_is_rejected():
-    """It would change with its indentation."""
-    with pytest.raises(ValueError, match="a string of several lines"):
-        script._indented_by_one('if x:\n    y = """a\n    b"""\n')
+@pytest.mark.parametrize("version", [None, "3.3.0"])
+def test_a_missing_or_another_minifier_is_one_line(monkeypatch, version):
+    if version is None:
+        monkeypatch.setitem(sys.modules, "python_minifier", None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
+    monkeypatch.delitem(sys.modules, "hfgolf.golf.script")
+    needed = r"^Golf needs python-minifier 3\.4\.0; run `pip install python-minifier==3\.4\.0`\.$"
+    with pytest.raises(UserError, match=needed):
+        importlib.import_module("hfgolf.golf.script")

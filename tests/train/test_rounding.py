@@ -60,6 +60,6 @@ def test_the_end_of_the_run_is_rounded_and_exported_on_its_grid_by_two_processes
     assert val_losses[1] == pytest.approx(val_losses[0], rel=1e-5)
 
 
-def test_a_budget_that_no_grid_fits_ends_the_run_with_one_line(run, tiny_run):
-    with pytest.raises(UserError, match=r"golf.budget_bytes: 6,9\d\d is too small"):
-        run(tiny_run(**QAT | {"golf__budget_bytes": 7_000}))
+def test_a_budget_that_not_even_zeros_fit_ends_the_run_before_its_first_step(run, tiny_run):
+    with pytest.raises(UserError, match=r"^budget_bytes: 4,975 is too small: with zeros in all matrices the files"):
+        run(tiny_run(**QAT | {"golf__budget_bytes": 5_000}))
