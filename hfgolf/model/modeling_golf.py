@@ -58,11 +58,11 @@ IGNORE_INDEX = -100
 # The KV cache in arguments and outputs: transformers 5.24 renamed past_key_values to cache.
 CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
 # What reaches attention kernels and paged caches through **kwargs, and what a classifier's loss or the recorder of
-# outputs reads on the way. max_seqlen_* is what max_length_* was until 5.18; attention_instances are vLLM's.
+# outputs reads on the way. max_seqlen_* is what max_length_* was until 5.18.
 PASSED_ON = {
     *("cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "max_length_k", "max_length_q", "max_seqlen_k", "max_seqlen_q"),
     *("block_table", "logits_indices", "logits_processor_args", "read_index", "write_index"),
-    *("attention_instances", "num_items_in_batch", "output_attentions", "output_hidden_states"),
+    *("num_items_in_batch", "output_attentions", "output_hidden_states"),
 }
 # Attention that is causal by itself. transformers knows, but 5.17 gives it a mask if compiled: no flash kernel then.
 NEED_NO_MASK = ("sdpa", "causal_blocks")
@@ -131,7 +131,8 @@ class GolfPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
-    _supports_attention_backend = True
+    # vLLM brings its own cache and head: bigrams, loops and poly5, for example, would write wrong text without an error
+    _supports_attention_backend = False
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": GolfDecoderLayer, "attentions": GolfAttention}  # noqa: RUF012
 
