@@ -128,7 +128,7 @@ def test_linear_scaling_at_load_time_reads_each_position_between_the_trained_one
     expected = golf(token_ids, position_ids=positions).logits
     torch.testing.assert_close(scaled(token_ids, position_ids=2 * positions).logits, expected, rtol=1e-4, atol=1e-5)
     assert not torch.allclose(scaled(token_ids).logits, expected, atol=1e-2)
-    with pytest.raises(ValueError, match="'dynamic'.* is not allowed; allowed: "):
+    with pytest.raises(ValueError, match=r"'dynamic'.* is not allowed; allowed: "):
         GolfForCausalLM.from_pretrained(tmp_path, rope_parameters=rope | {"rope_type": "dynamic"})
 
 
