@@ -198,9 +198,9 @@ class GolfConfig(PreTrainedConfig):
         Raises ValueError for what Golf does not do.
         """
         given: Any = self.rope_parameters or {}
-        rope: dict[str, Any] = dict(given) if isinstance(given, dict) else {"rope_type": given}
-        kind = rope.pop("type", "default")
-        kind, factor = rope.pop("rope_type", kind), rope.get("factor")
+        rope = dict(given) if isinstance(given, dict) else {"rope_type": given}
+        kind: Any = rope.pop("type", "default")
+        kind, factor = rope.pop("rope_type", kind), rope.get("factor", 0)
         is_plain = kind == "default" and rope.get("partial_rotary_factor", 1) == 1
         is_scaled = kind in ("linear", "yarn") and _is_number(factor) and factor >= 1
         is_scaled = is_scaled and self.position_embedding == "rope" and self.rope_dims is None

@@ -487,7 +487,7 @@ class GolfForQuestionAnswering(GenericForQuestionAnswering, GolfPreTrainedModel)
         _build_with_head(self, config, "qa_outputs", 2)
 
 
-def _build_with_head(model: Any, config: GolfConfig, head: str, outputs: int) -> None:
+def _build_with_head(model: Any, config: GolfConfig, head: str, outputs: Any) -> None:
     """Build a model of transformers' generic classes, whose own way to the transformer is AutoModel."""
     GolfPreTrainedModel.__init__(model, config)
     model.num_labels = config.num_labels
