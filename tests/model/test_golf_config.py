@@ -1,5 +1,7 @@
 """Golf configs: defaults, derived sizes, and rejected values."""
 
+from typing import Any
+
 import pytest
 
 from hfgolf.model.configuration_golf import GolfConfig
@@ -14,7 +16,8 @@ def test_omitted_sizes_are_derived_and_saved(tmp_path):
 
 def test_the_names_of_other_models_set_the_fields_of_golf(tmp_path):
     rope = {"rope_type": "linear", "factor": 2.0}
-    config = GolfConfig(hidden_act="silu", rms_norm_eps=1e-3, rope_parameters=rope | {"rope_theta": 5.0})
+    others: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-3}
+    config = GolfConfig(**others, rope_parameters=rope | {"rope_theta": 5.0})
     assert (config.activation, config.norm_eps, config.rope_theta) == ("silu", 1e-3, 5.0)
     config.save_pretrained(tmp_path)
     loaded = GolfConfig.from_pretrained(tmp_path)
