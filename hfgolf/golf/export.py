@@ -218,8 +218,16 @@ class _Logits(nn.Module):
 
 
 def _shape(source: Source) -> Any:
-    """Return what an evaluation reads of a model's config. Other architectures need not name it as Golf does."""
+    """Return what an evaluation reads of a model's config. Other architectures need not name it as Golf does.
+
+    Raises UserError for rope_parameters: score.py has no form for them.
+    """
     if isinstance(source.model, GolfForCausalLM):
+        if rope := source.model.config.rope_parameters:
+            raise UserError(
+                f"golf scores only plain RoPE, and this model has rope_parameters {rope}; export the model that was"
+                " trained without model.overrides.rope_parameters."
+            )
         return source.model.config
     return SimpleNamespace(
         max_position_embeddings=source.sequence_length,

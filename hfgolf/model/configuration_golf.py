@@ -24,7 +24,7 @@ _CHOICES = {
 # Fields whose own check is below, or that transformers checks.
 _CHECKED_ONE_BY_ONE = {
     *("dropout", "attention_dropout", "activation_slope", "exclude_self_value", "value_embedding_layers", "rope_dims"),
-    *("parallel_from", "loop", "bos_token_id", "eos_token_id", "pad_token_id", *_CHOICES),
+    *("parallel_from", "loop", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id", *_CHOICES),
 }
 
 SWITCHES = (
@@ -39,6 +39,8 @@ _AUTO_MAP = {
     "AutoModel": "modeling_golf.GolfModel",
     "AutoModelForCausalLM": "modeling_golf.GolfForCausalLM",
     "AutoModelForSequenceClassification": "modeling_golf.GolfForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_golf.GolfForTokenClassification",
+    "AutoModelForQuestionAnswering": "modeling_golf.GolfForQuestionAnswering",
 }
 
 
@@ -67,6 +69,8 @@ class GolfConfig(PreTrainedConfig):
         dropout: dropout rate after the embedding and on each residual branch, in training.
         attention_dropout: dropout rate on the attention weights, in training.
         rope_theta: base of the RoPE wavelengths.
+        rope_parameters: RoPE for more positions than a model was trained on, as transformers' models have it:
+            {"rope_type": "linear" | "yarn", "factor": ...}. It may also set rope_theta. Without a factor it is empty.
         norm_eps: added to the mean square (variance, for LayerNorm) in every norm.
         initializer_range: initial standard deviation of the input matrices and of untied embeddings.
             None: 0.5 / sqrt(fan-in) for matrices and 0.02 for embeddings.
@@ -112,6 +116,7 @@ class GolfConfig(PreTrainedConfig):
 
     model_type = "golf"
     keys_to_ignore_at_inference: ClassVar[list[str]] = ["past_key_values", "cache"]  # Trainer appends to a list
+    attribute_map: ClassVar[dict[str, str]] = {"hidden_act": "activation", "rms_norm_eps": "norm_eps"}
     _auto_class: ClassVar[str | None] = "AutoConfig"  # makes save_pretrained ship this file
 
     vocab_size: int = 4096
@@ -132,6 +137,7 @@ class GolfConfig(PreTrainedConfig):
     dropout: float = 0.0
     attention_dropout: float = 0.0
     rope_theta: float = 10_000.0
+    rope_parameters: dict[str, Any] = None  # type: ignore[assignment]  # None only until __post_init__
     norm_eps: float = 1e-6
     initializer_range: float | None = None
     use_cache: bool = True
@@ -167,6 +173,9 @@ class GolfConfig(PreTrainedConfig):
     pad_token_id: int | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for alias in self.attribute_map.keys() & kwargs.keys():
+            setattr(self, alias, kwargs.pop(alias))
+        self.rope_parameters = kwargs.pop("rope_scaling", None) or self.rope_parameters
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
         self._require_integer("hidden_size", 1)  # before the multiplication below
@@ -174,12 +183,32 @@ class GolfConfig(PreTrainedConfig):
             self.intermediate_size = 4 * self.hidden_size
         if self.exclude_self_value == "all":
             self.exclude_self_value = self.num_hidden_layers
+        self.settle_rope()
         self._validate_fields()
         self._validate_shapes()
         self._validate_switches()
         if self.switch_that_reads_ids not in (None, "value_embedding_layers"):
             self.use_cache = False  # a KV cache does not keep the earlier ids
         super().__post_init__(**kwargs)
+        self.settle_rope()  # transformers completes it
+
+    def settle_rope(self) -> None:
+        """Take rope_theta from rope_parameters, and check the rest; GolfModel does again, if they were set since.
+
+        Raises ValueError for what Golf does not do.
+        """
+        given: Any = self.rope_parameters or {}
+        rope = dict(given) if isinstance(given, dict) else {"rope_type": given}
+        kind: Any = rope.pop("type", "default")
+        kind, factor = rope.pop("rope_type", kind), rope.get("factor", 0)
+        is_plain = kind == "default" and rope.get("partial_rotary_factor", 1) == 1
+        is_scaled = kind in ("linear", "yarn") and _is_number(factor) and factor >= 1
+        is_scaled = is_scaled and self.position_embedding == "rope" and self.rope_dims is None
+        allowed = '{"rope_type": "linear" or "yarn", "factor": a number of at least 1}, or {"rope_type": "default"}'
+        allowed += '; with position_embedding="rope", and without rope_dims'
+        self._require("rope_parameters", is_plain or is_scaled, allowed)
+        self.rope_theta = rope.get("rope_theta", self.rope_theta)
+        self.rope_parameters = {} if is_plain else {"rope_type": kind, "rope_theta": self.rope_theta} | rope
 
     def save_pretrained(self, save_directory: Any, push_to_hub: bool = False, **kwargs: Any) -> None:
         """Save config.json with all classes of an auto_map. transformers would name only the class that is saved."""
@@ -288,7 +317,7 @@ MODEL_FIELDS: dict[str, Any] = {
     for name, kind in GolfConfig.__annotations__.items()
     if "ClassVar" not in str(kind)
     and name not in ("use_cache", "loop_active", "bos_token_id", "eos_token_id", "pad_token_id")
-}
+} | {"rope_parameters": {}}
 """{field that says which model it is: its default}. The other fields are of a run or a tokenizer."""
 
 

@@ -379,11 +379,11 @@ class GolfStack(nn.Module):
     def run(
         self, token_embeddings: Tensor, position_ids: Tensor, input_ids: Tensor | None = None, **arguments: Any
     ) -> Tensor:
-        """Return hidden states (B, T, C). position_ids: (B or 1, T). arguments: of attention."""
+        """Return hidden states (B, T, C). position_ids: (B or 1, T). arguments: of attention, and its rotation."""
         config, order = self.config, layer_order(self.config)
         hidden_states: Any = self._embed(token_embeddings, position_ids, input_ids)
         rotation = _rotation(position_ids, config) if config.position_embedding == "rope" else None
-        arguments |= {"rotation": rotation, "position_ids": position_ids}
+        arguments = {"rotation": rotation, "position_ids": position_ids} | arguments
         if config.embedding_residual:
             arguments["embedded"] = hidden_states
         if config.value_embedding_layers:

@@ -21,8 +21,14 @@ from torch.nn import functional as F
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask
-from transformers.modeling_layers import GenericForSequenceClassification, GradientCheckpointingLayer
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.utils import can_return_tuple
@@ -39,6 +45,7 @@ from .layers_golf import (
     GolfStack,
     GolfValueEmbedding,
     OutputLinear,
+    Rotation,
     apply_dropout,
     cap_logits,
     document_numbers,
@@ -51,11 +58,11 @@ IGNORE_INDEX = -100
 # The KV cache in arguments and outputs: transformers 5.24 renamed past_key_values to cache.
 CACHE = "cache" if "cache" in {field.name for field in fields(CausalLMOutputWithPast)} else "past_key_values"
 # What reaches attention kernels and paged caches through **kwargs, and what a classifier's loss or the recorder of
-# outputs reads on the way. max_seqlen_* is what max_length_* was until 5.18; attention_instances are vLLM's.
+# outputs reads on the way. max_seqlen_* is what max_length_* was until 5.18.
 PASSED_ON = {
     *("cu_seq_lens_k", "cu_seq_lens_q", "is_causal", "max_length_k", "max_length_q", "max_seqlen_k", "max_seqlen_q"),
     *("block_table", "logits_indices", "logits_processor_args", "read_index", "write_index"),
-    *("attention_instances", "num_items_in_batch", "output_attentions", "output_hidden_states"),
+    *("num_items_in_batch", "output_attentions", "output_hidden_states"),
 }
 # Attention that is causal by itself. transformers knows, but 5.17 gives it a mask if compiled: no flash kernel then.
 NEED_NO_MASK = ("sdpa", "causal_blocks")
@@ -124,7 +131,8 @@ class GolfPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _supports_flash_attn = True
     _supports_flex_attn = True
-    _supports_attention_backend = True
+    # vLLM brings its own cache and head: bigrams, loops and poly5, for example, would write wrong text without an error
+    _supports_attention_backend = False
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": GolfDecoderLayer, "attentions": GolfAttention}  # noqa: RUF012
 
@@ -189,6 +197,7 @@ class GolfModel(GolfPreTrainedModel, GolfStack):
 
     def __init__(self, config: GolfConfig) -> None:
         super().__init__(config)
+        config.settle_rope()
         self.build(config, GolfDecoderLayer)
         self.gradient_checkpointing = False
         self.post_init()
@@ -255,6 +264,8 @@ class GolfModel(GolfPreTrainedModel, GolfStack):
             self._require_learned_positions(past_tokens + inputs_embeds.shape[1])
         if position_ids is None:
             position_ids = _derive_position_ids(inputs_embeds, attention_mask, past_tokens)
+        if config.rope_parameters:
+            kwargs["rotation"] = _scaled_rotation(position_ids, config)
         hidden_states = self.run(
             inputs_embeds,
             position_ids,
@@ -308,6 +319,13 @@ def _derive_position_ids(inputs_embeds: Tensor, attention_mask: Tensor | None, p
     if attention_mask is not None and attention_mask.ndim == 2:  # (B, past + T)
         return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]
     return (torch.arange(T, device=inputs_embeds.device) + past_tokens)[None]
+
+
+def _scaled_rotation(position_ids: Tensor, config: GolfConfig) -> Rotation:
+    """Return what `layers_golf._rotation` does, with the frequencies of transformers' own models."""
+    frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, position_ids.device)
+    angles = position_ids[:, None, :, None].float() * frequencies
+    return angles.cos() * factor, angles.sin() * factor
 
 
 def _one_cache(past_key_values: Any, cache: Any) -> tuple[Any, bool]:
@@ -447,11 +465,35 @@ class GolfForSequenceClassification(GenericForSequenceClassification, GolfPreTra
     _auto_class = "AutoModelForSequenceClassification"
 
     def __init__(self, config: GolfConfig) -> None:
-        GolfPreTrainedModel.__init__(self, config)  # the other base would build its model through AutoModel
-        self.num_labels: int = config.num_labels  # type: ignore[assignment]  # a property of transformers' config
-        self.model = GolfModel(config)
-        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
-        self.post_init()
+        _build_with_head(self, config, "score", config.num_labels)
+
+
+class GolfForTokenClassification(GenericForTokenClassification, GolfPreTrainedModel):
+    """The transformer with a classifier that reads each token."""
+
+    _auto_class = "AutoModelForTokenClassification"
+
+    def __init__(self, config: GolfConfig) -> None:
+        _build_with_head(self, config, "score", config.num_labels)
+        self.dropout = nn.Dropout(config.dropout)
+
+
+class GolfForQuestionAnswering(GenericForQuestionAnswering, GolfPreTrainedModel):
+    """The transformer with a head that finds where the answer to a question starts and ends in a text."""
+
+    _auto_class = "AutoModelForQuestionAnswering"
+
+    def __init__(self, config: GolfConfig) -> None:
+        _build_with_head(self, config, "qa_outputs", 2)
+
+
+def _build_with_head(model: Any, config: GolfConfig, head: str, outputs: Any) -> None:
+    """Build a model of transformers' generic classes, whose own way to the transformer is AutoModel."""
+    GolfPreTrainedModel.__init__(model, config)
+    model.num_labels = config.num_labels
+    model.model = GolfModel(config)
+    setattr(model, head, nn.Linear(config.hidden_size, outputs, bias=False))
+    model.post_init()
 
 
 def chunked_cross_entropy(

@@ -47,7 +47,7 @@ _SHARED = (
 # Fields that do not change what a trained model computes, or that the code below treats one by one.
 _FREE = {
     *_SHARED,
-    *("rope_theta", "norm_eps", "tie_word_embeddings"),
+    *("rope_theta", "rope_parameters", "norm_eps", "tie_word_embeddings"),
     *("dropout", "use_cache", "initializer_range", "tied_embedding_std", "matrix_init"),
 }
 _OF_THE_TABLE = {"embedding_norm", "tie_word_embeddings"}
@@ -374,7 +374,7 @@ XIELU_OF_RELU2 = {"alpha_p": math.log(math.e - 1), "alpha_n": -200.0, "beta": 0.
 
 
 def _native_config(config: GolfConfig, row: Architecture, dtype: torch.dtype) -> PreTrainedConfig:
-    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
+    rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta} | config.rope_parameters
     if config.position_embedding == "none":
         rope |= {"rope_type": "linear", "factor": _NO_POSITIONS}
     values: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in row.fields.items()}
@@ -430,6 +430,7 @@ def _golf_config(theirs: Any, row: Architecture, has_biases: bool, is_as_made: b
         rope = theirs.rope_parameters
         has_none = rope.get("rope_type") == "linear" and rope.get("factor", 1.0) >= _NO_POSITIONS
         values |= {"position_embedding": "none" if has_none else "rope", "rope_theta": rope["rope_theta"]}
+        values |= {} if has_none else {"rope_parameters": rope}
     activation = getattr(theirs, row.activation)
     if values.get("activation") != "swiglu":
         known = "relu2" if activation == "xielu" else _SAME_ACTIVATION.get(activation, activation)

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from hfgolf import train
 from hfgolf.config.parse import load_config
 from hfgolf.golf.decoder import read_sections
+from hfgolf.golf.export import Settings, export
 from hfgolf.golf.ledger import rescore
 from hfgolf.golf.merges import unpack_tokenizer
 from hfgolf.golf.script import MAX_BYTES
@@ -182,6 +183,13 @@ def test_an_export_of_a_run_is_about_what_the_run_recorded(copied, change, messa
     change(copied)
     with pytest.raises(UserError, match=f"^--run: .*{message}"):
         run_source(copied)
+
+
+def test_scaled_rope_is_refused_because_score_py_has_none(trained, tmp_path):
+    source = run_source(trained)
+    source.model.config.rope_parameters = {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(UserError, match=r"scores only plain RoPE, .* rope_parameters \{'rope_type': 'linear'"):
+        export(source, Settings(source.golf), tmp_path / "out")
 
 
 def test_training_text_that_is_not_all_of_it_is_not_searched_for_duplicates(copied):

@@ -136,6 +136,14 @@ def test_every_argument_by_which_transformers_hands_over_a_cache_is_taken():
     assert of_the_head == {"labels", "num_items_in_batch", "logits_to_keep", "return_logits"}
 
 
+def test_an_engine_with_its_own_attention_is_refused(build_golf, token_ids):
+    """vLLM asks the class; if it is told to go on, it passes its attention of all layers, whose output has two axes."""
+    attention = {0: lambda query, key, value: query.new_zeros(token_ids.shape[1], 48)}
+    assert not GolfForCausalLM.is_backend_compatible() and not GolfModel.is_backend_compatible()
+    with pytest.raises(TypeError, match="does not know: attention_instances"):
+        build_golf().model(token_ids[:1], use_cache=False, attention_instances=attention)
+
+
 @pytest.mark.filterwarnings("ignore:.past_key_values. is deprecated:FutureWarning")
 def test_arguments_that_it_cannot_follow_are_refused(build_golf, token_ids):
     golf = build_golf()

@@ -1,5 +1,7 @@
 """Golf configs: defaults, derived sizes, and rejected values."""
 
+from typing import Any
+
 import pytest
 
 from hfgolf.model.configuration_golf import GolfConfig
@@ -10,6 +12,18 @@ def test_omitted_sizes_are_derived_and_saved(tmp_path):
     assert (config.num_key_value_heads, config.intermediate_size, config.head_dim) == (6, 192, 8)
     config.save_pretrained(tmp_path)
     assert GolfConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+
+
+def test_the_names_of_other_models_set_the_fields_of_golf(tmp_path):
+    rope = {"rope_type": "linear", "factor": 2.0}
+    others: dict[str, Any] = {"hidden_act": "silu", "rms_norm_eps": 1e-3}
+    config = GolfConfig(**others, rope_parameters=rope | {"rope_theta": 5.0})
+    assert (config.activation, config.norm_eps, config.rope_theta) == ("silu", 1e-3, 5.0)
+    config.save_pretrained(tmp_path)
+    loaded = GolfConfig.from_pretrained(tmp_path)
+    assert loaded.to_dict() == config.to_dict() and loaded.rope_parameters == rope | {"rope_theta": 5.0}
+    plain = GolfConfig(rope_parameters={"rope_type": "default", "rope_theta": 5.0})
+    assert (plain.rope_theta, plain.rope_parameters) == (5.0, {})
 
 
 # 4 heads of 64 channels, in which rope needs an even number; 5 layers
@@ -44,6 +58,7 @@ BAD: dict[str, list[object]] = {
     "matrix_init": [None],
     "activation_slope": [-0.5],
     "rope_dims": [3, 66],
+    "rope_parameters": [{"rope_type": "dynamic", "factor": 2.0}, {"rope_type": "yarn"}, {"partial_rotary_factor": 0.5}],
     "norm_depth_scale": [None],
     "exclude_self_value": [6, "every"],
     "parallel_from": [5, -1],
@@ -80,6 +95,8 @@ def test_bad_value_error_names_field_value_and_allowed_values(field, value):
         ({"logit_soft_cap_negative": 5.0}, "logit_soft_cap: None is not allowed; allowed: a number"),
         ({"tied_embedding_std": 0.005, "tie_word_embeddings": False}, "None without tie_word_embeddings"),
         ({"rope_dims": 16, "position_embedding": "none"}, 'with position_embedding="rope"'),
+        ({"rope_dims": 16, "rope_parameters": {"rope_type": "linear", "factor": 2}}, "without rope_dims"),
+        ({"hidden_act": "relu"}, "activation: 'relu' is not allowed"),
     ],
 )
 def test_conflicting_switches_are_rejected(options, message):

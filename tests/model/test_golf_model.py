@@ -8,6 +8,7 @@ from torch.nn import functional as F
 
 from hfgolf.model.causal_lm import checkpoint_layers
 from hfgolf.model.layers_golf import apply_dropout
+from hfgolf.model.modeling_golf import GolfForCausalLM
 
 DROPOUTS = ("dropout", "attention_dropout")
 
@@ -116,6 +117,19 @@ def test_rope_depends_only_on_distances(build_golf, token_ids):
     torch.testing.assert_close(golf(token_ids, position_ids=positions).logits, shifted, rtol=1e-4, atol=1e-4)
     stretched = golf(token_ids, position_ids=positions * 2).logits
     assert (stretched - shifted).abs().max() > 1e-2
+
+
+def test_linear_scaling_at_load_time_reads_each_position_between_the_trained_ones(build_golf, token_ids, tmp_path):
+    golf = build_golf()
+    golf.save_pretrained(tmp_path)
+    rope = {"rope_type": "linear", "factor": 2.0}
+    scaled = GolfForCausalLM.from_pretrained(tmp_path, rope_parameters=rope).eval()
+    positions = torch.arange(token_ids.shape[1])[None]
+    expected = golf(token_ids, position_ids=positions).logits
+    torch.testing.assert_close(scaled(token_ids, position_ids=2 * positions).logits, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(scaled(token_ids).logits, expected, atol=1e-2)
+    with pytest.raises(ValueError, match=r"'dynamic'.* is not allowed; allowed: "):
+        GolfForCausalLM.from_pretrained(tmp_path, rope_parameters=rope | {"rope_type": "dynamic"})
 
 
 def test_training_without_padding_runs_causal_sdpa_without_a_mask(build_golf, token_ids, monkeypatch):

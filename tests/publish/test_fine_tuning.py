@@ -22,28 +22,40 @@ import json, sys
 sys.modules["hfgolf"] = None  # makes importing it fail, even if it is installed
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModel, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModel, AutoModelForQuestionAnswering, AutoModelForSequenceClassification
+from transformers import AutoModelForTokenClassification, AutoTokenizer
 
 name = sys.argv[1]
 saved = load_file(name + "/model.safetensors")
 base = AutoModel.from_pretrained(name, trust_remote_code=True)
 assert all(torch.equal(weight, saved["model." + key]) for key, weight in base.state_dict().items())
-classifier = AutoModelForSequenceClassification.from_pretrained(name, trust_remote_code=True, num_labels=3)
-assert all(torch.equal(weight, saved["model." + key]) for key, weight in classifier.model.state_dict().items())
 tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)
 texts = tokenizer(["abc", "a"], return_tensors="pt", padding=True)
-labels = torch.tensor([2, 0])
-optimizer = torch.optim.AdamW(classifier.parameters(), 1e-2)
-losses = []
-for _ in range(20):
-    loss = classifier(**texts, labels=labels).loss
-    losses.append(loss.item())
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-classifier.save_pretrained(sys.argv[2])
-again = AutoModelForSequenceClassification.from_pretrained(sys.argv[2], trust_remote_code=True)
-print(json.dumps({"losses": losses, "guess": again(**texts).logits.argmax(-1).tolist()}))
+
+def train(kind, texts, **labels):
+    model = kind.from_pretrained(name, trust_remote_code=True, num_labels=3)
+    assert all(torch.equal(weight, saved["model." + key]) for key, weight in model.model.state_dict().items())
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+    losses = []
+    for _ in range(40):
+        loss = model(**texts, **labels).loss
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert losses[-1] < 0.5 * losses[0], losses
+    model.save_pretrained(sys.argv[2])
+    return kind.from_pretrained(sys.argv[2], trust_remote_code=True)(**texts)
+
+said = {}
+said["text"] = train(AutoModelForSequenceClassification, texts, labels=torch.tensor([2, 0])).logits.argmax(-1).tolist()
+texts = tokenizer(["abc", "cba"], return_tensors="pt")
+tokens = torch.tensor([[0, 1, 2], [2, 1, 0]])
+said["tokens"] = train(AutoModelForTokenClassification, texts, labels=tokens).logits.argmax(-1).tolist()
+answer = {"start_positions": torch.tensor([0, 1]), "end_positions": torch.tensor([2, 1])}
+found = train(AutoModelForQuestionAnswering, texts, **answer)
+said["answer"] = [found.start_logits.argmax(-1).tolist(), found.end_logits.argmax(-1).tolist()]
+print(json.dumps(said))
 """
 
 
@@ -135,8 +147,8 @@ def test_learned_positions_bound_the_length_by_default(tmp_path):
 
 
 @pytest.mark.slow
-def test_base_model_and_classifier_load_without_hfgolf(exported, python, tmp_path):
+def test_base_model_and_classifiers_load_without_hfgolf(exported, python, tmp_path):
     outcome = python("-I", "-c", AUTO_CLASSES, exported, tmp_path / "classifier")
     assert outcome.returncode == 0, outcome.stderr
     said = json.loads(outcome.stdout)
-    assert said["losses"][-1] < 0.5 * said["losses"][0] and said["guess"] == [2, 0]
+    assert said == {"text": [2, 0], "tokens": [[0, 1, 2], [2, 1, 0]], "answer": [[0, 1], [2, 1]]}

@@ -49,6 +49,7 @@ SHAPE: dict[str, Any] = {
 LEARNED = {"norm": "layernorm", "position_embedding": "learned", "qk_norm": False, "embedding_norm": False}
 LEARNED |= {"num_key_value_heads": 4}
 LAYERNORM = {"norm": "layernorm", "qk_norm": False}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
 # (class, options of Golf): what issue and docs promise
 PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("Apertus", {}),
@@ -60,7 +61,9 @@ PAIRS: list[tuple[str, dict[str, Any]]] = [
     ("Apertus", {"embedding_norm": False}),
     ("Apertus", {"position_embedding": "none"}),
     ("Apertus", {"norm_weight": False, "rope_theta": 500.0, "norm_eps": 1e-5}),
+    ("Apertus", {"rope_parameters": YARN}),
     ("Qwen3", {"activation": "swiglu"}),
+    ("Qwen3", {"activation": "swiglu", "rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 99.0}}),
     ("Qwen3", {"activation": "swiglu", "position_embedding": "none", "embedding_norm": False}),
     ("Llama", {"activation": "swiglu", "qk_norm": False}),
     ("Llama", {"activation": "swiglu", "qk_norm": False, "use_bias": True}),
@@ -337,9 +340,9 @@ def test_gradients_match_gpt2():
         (lambda: Qwen3ForCausalLM(Qwen3Config(**NATIVE, head_dim=16)), "head_dim is 16; Golf has only 8"),
         (
             lambda: LlamaForCausalLM(
-                LlamaConfig(**NATIVE, rope_parameters={"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4})
+                LlamaConfig(**NATIVE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4})
             ),
-            "rope_parameters is",
+            "Llama: rope_parameters: .*'dynamic'.* is not allowed; allowed: ",
         ),
         (lambda: MistralForCausalLM(MistralConfig(**NATIVE)), "MistralForCausalLM cannot become a Golf model"),
         (lambda: build_gpt2(scale_attn_by_inverse_layer_idx=True), "scale_attn_by_inverse_layer_idx is True; Golf has"),
