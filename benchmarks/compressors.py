@@ -56,6 +56,7 @@ def main() -> None:
     parser.add_argument("--archive", type=Path, nargs="*", default=[], help="of this text, by hfgolf golf archive")
     arguments = parser.parse_args()
     text = arguments.text.read_bytes()
+    ways: list[tuple[str, str | None, str, Path | None]]
     ways = [(name, *PROGRAMS[name], None) for name in arguments.programs]
     ways += [(f"hfgolf, {path.stem}", None, f"{sys.executable} -I packed > text", path) for path in arguments.archive]
     for name, pack, unpack, packed in ways:
