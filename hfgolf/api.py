@@ -34,6 +34,8 @@ from hfgolf.config.sections import DataSection, RunConfig
 from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.files import require_paths, train_and_validation
 from hfgolf.data.tables import Column, other_keys
+from hfgolf.doctor.doctor import examine
+from hfgolf.doctor.finding import Finding
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.hooks import standard_hooks
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -271,6 +273,11 @@ class TrainedRun:
 
         rows = read_metrics(self.folder / "metrics.jsonl").rows
         return pd.DataFrame(rows).set_index("step")
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What the doctor finds in the run, as `hfgolf doctor` does; `print(*run.findings, sep="\\n")` shows it."""
+        return examine(self.folder)[0]
 
     @property
     def model(self) -> PreTrainedModel:

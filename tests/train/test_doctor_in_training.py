@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
+from hfgolf.api import open_run
 from hfgolf.config.parse import load_config
 from hfgolf.data.batches import MicroBatches, block_starts
-from hfgolf.doctor.doctor import examine
 from hfgolf.doctor.finding import Finding
 from hfgolf.evaluate import loss
 from hfgolf.evaluate.windows import batches
@@ -57,7 +57,7 @@ def findings(folder: Path) -> list[Finding]:
     events = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     found = [event for event in events if event.get("event") == "finding"]
     told = [Finding(*(event[key] for key in ("symptom", "step", "saw", "causes", "fix"))) for event in found]
-    offline, _ = examine(folder)
+    offline = open_run(folder).findings
     assert [str(finding) for finding in offline] == [str(finding) for finding in told]
     return told
 
