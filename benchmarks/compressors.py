@@ -59,9 +59,9 @@ def main() -> None:
     ways: list[tuple[str, str | None, str, Path | None]]
     ways = [(name, *PROGRAMS[name], None) for name in arguments.programs]
     ways += [(f"hfgolf, {path.stem}", None, f"{sys.executable} -I packed > text", path) for path in arguments.archive]
-    for name, pack, unpack, packed in ways:
+    for name, pack, unpack, archive in ways:
         with ROWS.open("a") as file:
-            file.write(json.dumps(measure(arguments.text.name, text, name, pack, unpack, packed)) + "\n")
+            file.write(json.dumps(measure(arguments.text.name, text, name, pack, unpack, archive)) + "\n")
     for title, rows in series_of(ROWS, lambda row: f"{row['text']}, {row['bytes']:,} bytes, {row['machine']}").items():
         print(title)
         for row in sorted(rows, key=lambda row: row["packed_bytes"]):
