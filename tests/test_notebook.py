@@ -41,13 +41,13 @@ print(hfgolf.open_run("runs/my").metrics.train_loss.count())"""
 CONTINUED = 'hfgolf.fit("my.txt", **options)'
 
 
-def execute(notebook: Any, folder: Path) -> list[Any]:
+def execute(notebook: Any, folder: Path, cell_seconds: float = 250) -> list[Any]:
     """Run a notebook in a folder, and return its cells with code. An error in a cell is one of its outputs."""
     import nbclient
 
     resources = {"metadata": {"path": str(folder)}}
     nbclient.NotebookClient(
-        notebook, timeout=250, resources=resources, coalesce_streams=True, allow_errors=True
+        notebook, timeout=cell_seconds, resources=resources, coalesce_streams=True, allow_errors=True
     ).execute()
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
 
