@@ -161,8 +161,17 @@ def test_each_benchmark_is_a_part(monkeypatch):
     run_all = importlib.import_module("benchmarks.run_all")
     paths = {part.path for parts in run_all.PARTS.values() for part in parts.values()}
     files = {f"benchmarks/{path.name}" for path in (ROOT / "benchmarks").glob("*.py")}
-    # jobs measures nothing, growth measures large_corpus, the study needs a person's text, the last two need a terminal
-    names = ("machine", "jobs", "run_all", "large_corpus", "vocabulary_study", "progress_bar", "transcript")
+    # jobs measures nothing, growth measures large_corpus, two need a person's text, the last two need a terminal
+    names = (
+        "machine",
+        "jobs",
+        "run_all",
+        "large_corpus",
+        "vocabulary_study",
+        "compressors",
+        "progress_bar",
+        "transcript",
+    )
     without = {f"benchmarks/{name}.py" for name in names}
     assert files - without <= paths
     assert all((ROOT / path).exists() for path in paths)
