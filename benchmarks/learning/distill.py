@@ -32,7 +32,7 @@ from hfgolf.publish.load import load_model
 from hfgolf.system.hardware import device_name
 
 sys.path.append(str(Path(__file__).parents[1]))
-from jobs import do_unclaimed, rows_of
+from jobs import do_unclaimed, series_of
 
 ROWS, RUNS = Path(__file__).parent / "distill.jsonl", Path("distill_runs")
 VALUES = {
@@ -102,20 +102,18 @@ def jobs(arguments: argparse.Namespace) -> Iterator[tuple[str, Any]]:
     text = Path("distill_200kB.txt").resolve()
     text.write_bytes(arguments.shakespeare.read_bytes()[:200_000])
     teachers = [*range(101, 101 + arguments.teachers)]
-    for seed in (*teachers, *arguments.seeds):
-        yield f"alone-{seed}", partial(train, text, seed, [], 0.0)
-    for seed in arguments.seeds:
-        for weight in arguments.weights:
-            yield f"taught-{seed}-{len(teachers)}-{weight}", partial(train, text, seed, teachers, weight)
+    taught = [(seed, teachers, weight) for seed in arguments.seeds for weight in arguments.weights]
+    for seed, by, weight in [*((seed, [], 0.0) for seed in (*teachers, *arguments.seeds)), *taught]:
+        name = f"taught-{seed}-{len(by)}-{weight}" if by else f"alone-{seed}"
+        yield name, partial(train, name, text, seed, by, weight)
 
 
-def train(text: Path, seed: int, teachers: list[int], weight: float) -> dict[str, Any]:
+def train(name: str, text: Path, seed: int, teachers: list[int], weight: float) -> dict[str, Any]:
     """Train a model, and return its row. Waits for teachers that another process still trains."""
     folders = [RUNS / f"alone-{teacher}" / "model" for teacher in teachers]
     while not all((folder.parent / "summary.json").exists() for folder in folders):
         time.sleep(5)
     models = [load_model(str(folder)).eval().requires_grad_(False) for folder in folders]
-    name = f"taught-{seed}-{len(teachers)}-{weight}" if teachers else f"alone-{seed}"
     run = {"run.seed": seed, "run.output_dir": str(RUNS), "run.name": name, "data.files": [str(text)]}
     summary = api.train(
         load_config(["--config", "small"], values=VALUES | run), [Distill(models, weight)] if models else []
@@ -131,14 +129,13 @@ def train(text: Path, seed: int, teachers: list[int], weight: float) -> dict[str
 
 
 def report() -> None:
-    losses: dict[tuple[int, float], dict[int, float]] = {}
-    for row in rows_of(ROWS):
-        losses.setdefault((row["teachers"], row["weight"]), {})[row["seed"]] = row["val_loss"]
-    alone = losses.pop((0, 0.0), {})
-    for (teachers, weight), taught in losses.items():
-        if found := paired_difference(taught, alone):
-            p = math.nan if found.p_value is None else found.p_value
-            print(f"{teachers} teachers, weight {weight}: {found.mean:+.4f}, p {p:.3f} ({len(found.by_seed)} seeds)")
+    found = series_of(ROWS, lambda row: f"{row['teachers']} teachers, weight {row['weight']}")
+    losses = {title: {row["seed"]: row["val_loss"] for row in rows} for title, rows in found.items()}
+    alone = losses.pop("0 teachers, weight 0.0", {})
+    for title, taught in losses.items():
+        if difference := paired_difference(taught, alone):
+            p = math.nan if difference.p_value is None else difference.p_value
+            print(f"{title}: {difference.mean:+.4f}, p {p:.3f} ({len(difference.by_seed)} seeds)")
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ def read_utf8(where: str, text: str | bytes) -> str:
 
 MARK = "<!-- written by hfgolf -->"
 # of other kinds, files that name hfgolf are hfgolf's
-_MARKS = {".md": MARK.encode(), ".html": MARK.encode(), ".pyz": b"restore(d"}
+_MARKS = {".md": MARK.encode(), ".html": MARK.encode(), ".pyz": b"restore(data["}
 _MARKED_BYTES = 1 << 20  # at either end of a file
 
 
