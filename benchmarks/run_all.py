@@ -47,7 +47,7 @@ CHARACTERS = (
 GPT2_124M = (
     *("--config", "configs/fineweb_124m.yaml", "--data.source=python_stdlib", "--data.val_fraction=0.002"),
     *("--tokenizer.kind=bpe", "--tokenizer.vocab_size=50257"),
-    *("--batch.tokens_per_step=16384", "--batch.micro_batch_size=16"),
+    "--batch.tokens_per_step=131072",
 )
 TINY_RUN = (
     *(
