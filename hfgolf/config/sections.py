@@ -668,9 +668,9 @@ class OptimSection(Section, frozen=True):
     update_scale: Literal["original", "match_rms_adamw"] = "original"
     """Scale of Muon's update. original: sqrt(max(1, rows/columns)); match_rms_adamw: 0.2 sqrt(max(rows, columns)),
     which works with AdamW's learning rates."""
-    row_equilibration: bool = False
+    row_equilibration: bool = True
     """Divide each row by its norm before orthogonalization (MuonEq-R)."""
-    normuon_beta2: Rate | None = None
+    normuon_beta2: Rate | None = 0.95
     """Decay rate of NorMuon's running mean square per row, which normalizes the rows of the update; null: off."""
     state_dtype: Literal["fp32", "bf16"] = "fp32"
     """Precision in which the optimizer keeps momentum and moments between steps. bf16 halves their memory; it needs

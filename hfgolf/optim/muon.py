@@ -366,11 +366,12 @@ def _add_orthogonal(
         updates = _orthogonal(directions, group)  # (K, out, in), or (K, in, out) under in_out
         if share < len(bucket):
             updates = _all_gather(updates, ranks, process_group)[: len(bucket)]
-        updates = updates.to(directions[0].dtype)
         rows = updates.mT if in_out else updates
-        if mean_square_views:
-            _normalize_rows(rows, [mean_square_views[i] for i in bucket], group["normuon_beta2"])
         scale = update_scale(group["update_scale"], *rows.shape[1:])
+        updates = updates.to(directions[0].dtype)
+        if mean_square_views:
+            factors = _row_factors(rows, [mean_square_views[i] for i in bucket], group["normuon_beta2"])
+            updates.mul_(factors.mT if in_out else factors)
         torch._foreach_add_([param_views[i] for i in bucket], updates.unbind(), alpha=-group["lr"] * scale)
 
 
@@ -395,13 +396,18 @@ def _all_gather(own: Tensor, ranks: int, process_group: ProcessGroup | None) -> 
     return gathered
 
 
-def _normalize_rows(rows: Tensor, mean_squares: list[Tensor], beta2: float) -> None:
-    """Apply NorMuon in place. rows: (K, rows, cols). mean_squares: K moving averages, each (rows,)."""
-    former_norm = torch.linalg.vector_norm(rows, dim=(-2, -1), keepdim=True)
-    torch._foreach_lerp_(mean_squares, rows.square().mean(dim=-1).unbind(), 1 - beta2)
-    rows.div_(torch.stack(mean_squares).sqrt().add_(NORMUON_EPS)[..., None])
-    norm = torch.linalg.vector_norm(rows, dim=(-2, -1), keepdim=True)
-    rows.mul_(former_norm / norm.clamp(min=MIN_NORM))
+def _row_factors(rows: Tensor, mean_squares: list[Tensor], beta2: float) -> Tensor:
+    """Return the factors (K, rows, 1) of NorMuon, after updating the K moving averages, each (rows,), in place.
+
+    rows: (K, rows, cols). They are read only once: what their norm becomes follows from their mean squares.
+    """
+    # in the rows' dtype: bf16 rounds a norm by 0.4 % at most, and on a CPU takes a quarter of the time
+    now = torch.linalg.vector_norm(rows, dim=-1).to(mean_squares[0].dtype).square() / rows.shape[-1]
+    torch._foreach_lerp_(mean_squares, now.unbind(), 1 - beta2)
+    inverse = 1 / (torch.stack(mean_squares).sqrt() + NORMUON_EPS)
+    squares = (now * inverse.square()).sum(-1, keepdim=True)
+    restoring = (now.sum(-1, keepdim=True) / squares.clamp(min=MIN_NORM**2)).sqrt()
+    return (inverse * restoring)[..., None]
 
 
 def _product_dtype(group: Group, device: torch.device) -> torch.dtype:

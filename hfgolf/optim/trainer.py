@@ -36,8 +36,7 @@ def muon_for_trainer(
     match_rms_adamw); Muon bears several times as much. args.weight_decay decays matrices, embeddings and the head, as
     under Trainer's AdamW. AdamW takes args.adam_beta1, adam_beta2 and adam_epsilon. Muon's momentum is constant.
 
-    settings: keys of the config's section optim that replace these, such as adamw_learning_rate=1e-3, momentum=0.9 or
-        normuon_beta2=0.95.
+    settings: keys of the config's section optim that replace these, such as adamw_learning_rate=1e-3 or momentum=0.9.
 
     Raises UserError for a setting that is not allowed; and when Trainer builds the optimizer, for a model that is not
     one of transformers, and for DeepSpeed, FSDP1 and whatever else is not one process, DDP or FSDP2.
