@@ -156,6 +156,20 @@ class MultiToken(Idea):
         run.raw_model.cross_entropy = _TwoTokens(self, run.raw_model.cross_entropy, run.config.batch.sequence_length)
 
 
+class TokenDropout(Idea):
+    """Hide input tokens from the model: their embeddings are 0 in training (Gal and Ghahramani 2016, section 4.2)."""
+
+    def __init__(self, rate: float) -> None:
+        self.rate = rate
+
+    def start(self, run: Any) -> None:
+        def hide(module: nn.Module, _: Any, embedded: Tensor) -> Tensor:
+            is_kept = torch.rand(embedded.shape[:2], device=embedded.device) >= self.rate
+            return embedded * is_kept[..., None] if module.training else embedded
+
+        run.raw_model.model.embed_tokens.register_forward_hook(hide)
+
+
 class _TwoTokens(nn.Module):
     def __init__(self, idea: MultiToken, plain: nn.Module, length: int) -> None:
         super().__init__()
@@ -177,6 +191,10 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "untied, embedding x 3": (UNTIED | {"optim.embedding_learning_rate": 3.0}, None),
     "untied, head x 0.5": (UNTIED, lambda: head_rate(0.5)),
     "untied, head x 0.25": (UNTIED, lambda: head_rate(0.25)),
+    "dropout 0.05": ({"model.dropout": 0.05}, None),
+    "dropout 0.1": ({"model.dropout": 0.1}, None),
+    "token dropout 0.05": ({}, lambda: TokenDropout(0.05)),
+    "token dropout 0.1": ({}, lambda: TokenDropout(0.1)),
     "mtp 0.5": ({}, lambda: MultiToken(0.5)),
     "mtp 0.2": ({}, lambda: MultiToken(0.2)),
     "ema-nesterov 0.6 0.97": ({}, lambda: EmaNesterov(0.6, 0.97)),
