@@ -78,7 +78,8 @@ class Muon(torch.optim.Optimizer):
         newton_schulz_dtype: of the products that orthogonalize: bf16, fp32, or auto for bf16 if the hardware is fast at
             it. bf16 rounds an update to two digits, so a gradient that differs in its last bit, because its sum was
             taken in another order, changes the update by up to a hundredth.
-        row_equilibration: divide each row by its norm before orthogonalizing (MuonEq-R).
+        row_equilibration: divide each row by its norm before orthogonalizing (MuonEq-R, Chang et al., arXiv
+            2603.28254).
         normuon_beta2: after orthogonalizing, divide each row by the root of an exponential moving average of its mean
             square, with this decay, then restore the norm of the matrix (NorMuon, Li et al., arXiv 2510.05491).
             None: skip this, and keep no state for it.
