@@ -1,6 +1,6 @@
 """Which idea lowers the loss of a small model? Start it once per core, then without --seeds for the tables:
 
-    python benchmarks/learning/ideas.py --shakespeare input.txt --seeds 1 2 3 --ideas base "mtp 0.5" "untied + muoneq"
+    python benchmarks/learning/ideas.py --shakespeare input.txt --seeds 1 2 3 --ideas base "mtp 0.5" "untied + decay 0"
     python benchmarks/learning/ideas.py --shakespeare input.txt
 
 Trains each idea, or several together, on each of TASKS with each seed, one thread per process, and adds a row for each
@@ -187,6 +187,7 @@ class _TwoTokens(nn.Module):
 
 IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "base": ({}, None),
+    "plain muon": ({"optim.row_equilibration": False, "optim.normuon_beta2": None}, None),
     "untied": (UNTIED, None),
     "untied, embedding x 3": (UNTIED | {"optim.embedding_learning_rate": 3.0}, None),
     "untied, head x 0.5": (UNTIED, lambda: head_rate(0.5)),
