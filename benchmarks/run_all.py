@@ -158,7 +158,9 @@ def command(part: Part, device: str, output: Path, is_tiny: bool) -> list[str]:
     options = [*part.options, *(part.tiny if is_tiny else ())]
     path = ROOT / part.path
     if path.is_dir():  # only the files that have such tests: others need what a bare image lacks
-        files = [str(file.relative_to(ROOT)) for file in sorted(path.rglob("test_*.py")) if "mark.gpu" in file.read_text()]
+        files = [
+            str(file.relative_to(ROOT)) for file in sorted(path.rglob("test_*.py")) if "mark.gpu" in file.read_text()
+        ]
         return ["-m", "pytest", "-q", "-p", "no:cacheprovider", *files, *options]
     if path.parent.name == "commands":
         return ["-m", "hfgolf", path.stem, *options, "--output", str(output)]
