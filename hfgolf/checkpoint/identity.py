@@ -93,6 +93,9 @@ UNDECIDED: dict[str, Any] = {
     "tokenizer.vocab_size": "auto",
 }
 
+FORMER_DEFAULTS: dict[str, Any] = {"optim.row_equilibration": False, "optim.normuon_beta2": None}
+"""{key: its default in earlier versions}. A run that has it keeps it, where nobody states the key."""
+
 
 def rule(key: str) -> Change:
     """Return what a change of a config key ("section.key") means for a resume."""
@@ -164,6 +167,7 @@ def changed_keys(before: Mapping[str, Any], resolved: ResolvedConfig) -> list[st
     A key that is newer than the run counts as its default. A value that this run has yet to decide, or decided by
     itself, does not count as different; model.init_from decides the architecture and the tokenizer.
     """
+    kept = kept_defaults(before, resolved)
     has_weights = resolved.config.model.init_from is not None
     stated = resolved.sources.keys() | {f"model.overrides.{name}" for name in resolved.config.model.overrides}
     before, after = _each_field(before), _each_field(redact_values(resolved.config.flat()))
@@ -173,9 +177,19 @@ def changed_keys(before: Mapping[str, Any], resolved: ResolvedConfig) -> list[st
         if rule(key) is not Change.FREE
         and not (key in UNDECIDED and value == UNDECIDED[key])
         and resolved.sources.get(key) != "auto"
+        and key not in kept
         and not (has_weights and key not in stated and _is_of_weights(key))
         and _plain(before.get(key)) != _plain(value)
     ]
+
+
+def kept_defaults(before: Mapping[str, Any], resolved: ResolvedConfig) -> dict[str, Any]:
+    """Return the former defaults that a run has by its config, {"section.key": value}, and that nobody states now."""
+    return {
+        key: value
+        for key, value in FORMER_DEFAULTS.items()
+        if key not in resolved.sources and key in before and before[key] == value
+    }
 
 
 def _each_field(flat: Mapping[str, Any]) -> dict[str, Any]:

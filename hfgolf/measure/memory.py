@@ -29,7 +29,7 @@ from hfgolf.model.causal_blocks import QUERIES_PER_BLOCK
 from hfgolf.model.causal_lm import takes_shift_labels
 from hfgolf.model.layers_golf import layer_order
 from hfgolf.model.modeling_golf import GolfForCausalLM, default_chunk_elements
-from hfgolf.optim.layout import parameter_kinds
+from hfgolf.optim.layout import layout, parameter_kinds
 from hfgolf.optim.muon import DEFAULT_MAX_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS
 from hfgolf.system.errors import UserError
 
@@ -111,7 +111,7 @@ def run_memory(
             Golf only.
 
     Weights, gradients, averages and state are fp32: 4 bytes per parameter each, and 8 for the state of AdamW, or half
-    of that for a state in bf16 (Rajbhandari et al. 2020, "ZeRO", section 3.1; unlike there, 16-bit weights exist only
+    of that for a state in bf16; NorMuon adds 4 bytes for each row of a matrix (Rajbhandari et al. 2020, "ZeRO", section 3.1; unlike there, 16-bit weights exist only
     during a pass). Activations of Golf are counted by `block_bytes`, and its peak of a pass is within 5 % of the live
     memory on torch's fake tensors, for CUDA and for the CPU; those of other architectures are measured on fake tensors,
     with 16-bit copies of weights and the loss among them. Under FSDP2, a pass also holds whole weights
@@ -125,6 +125,13 @@ def run_memory(
     trained = sum(p.numel() for p, _ in named if p.requires_grad)
     trained_shapes = Counter(p.shape for p, is_matrix in named if is_matrix and p.requires_grad)
     trained_matrices = sum(number * shape.numel() for shape, number in trained_shapes.items())
+    in_out = layout(model).get("in_out", ())
+    with_rows = optim.name == "muon" and optim.normuon_beta2 is not None
+    rows = sum(  # whose mean squares NorMuon keeps
+        p.shape[1 if name in in_out else 0]
+        for name, p in model.named_parameters()
+        if with_rows and kinds[name] == "matrix" and p.requires_grad
+    )
     if isinstance(model, GolfForCausalLM):
         passes = _golf_pass(config, model, micro_batch_size, matrices, device)
         update = _orthogonalization_bytes(model.config, device)
@@ -136,7 +143,7 @@ def run_memory(
     if optim.cautious_weight_decay:  # a copy of the matrices, and two tensors for their change
         update = 4 * trained_matrices + max(update, 8 * trained_matrices)
     kept_numbers = {"muon": 2 * trained - trained_matrices, "adamw": 2 * trained, "sgd": trained}
-    state = (2 if optim.state_dtype == "bf16" else 4) * kept_numbers[optim.name]
+    state = (2 if optim.state_dtype == "bf16" else 4) * kept_numbers[optim.name] + 4 * rows
     weights, gradients = 4 * parameters, 4 * trained
     average = weights if optim.has_ema else 0
     buckets = in_update = gradients if num_processes > 1 else 0  # DDP's stay in the update
@@ -146,7 +153,7 @@ def run_memory(
         )
         buckets, in_update = _gathered_bytes(parameters, matrices, model.config.num_hidden_layers), 0
         if optim.name == "muon":  # whole directions and updates, and the directions' shards
-            update += 8 * trained_matrices + math.ceil(4 * trained_matrices / num_processes)
+            update += 8 * trained_matrices + math.ceil(4 * trained_matrices / num_processes) + 4 * rows
     in_pass = passes.peak + buckets
     if micro_batch_size * num_processes < config.batch.sequences_per_step:  # earlier micro-batches
         in_pass += gradients

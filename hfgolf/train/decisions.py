@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from accelerate import Accelerator, DistributedType, PartialState
 
-from hfgolf.checkpoint.identity import UNDECIDED
+from hfgolf.checkpoint.identity import UNDECIDED, kept_defaults
 from hfgolf.config.parse import AUTOPILOT, ResolvedConfig
 from hfgolf.config.sections import RunConfig
 from hfgolf.measure.memory import TrainingMemory, choose_micro_batch_size, chunk_elements, require_room, run_memory
@@ -58,6 +58,7 @@ def decide(said: ResolvedConfig, before: Mapping[str, Any]) -> Decisions:
     precision, source = choose_precision(said, before.get("train.mixed_precision"))
     agree({"train.mixed_precision": precision}, "state this key")  # now: other decisions follow from it
     unstated = [key for key in AUTOPILOT if said.sources.get(key) in ("auto", "small") and key in before]
+    unstated += kept_defaults(before, said)
     kept_values = {key.replace(".", "__"): before[key] for key in unstated}
     config = said.config.replace(train__mixed_precision=precision, **kept_values)
     sources = said.sources | {"train.mixed_precision": source} | dict.fromkeys(unstated, "the run so far")

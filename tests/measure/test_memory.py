@@ -67,7 +67,8 @@ def predict(golf: GolfConfig | None = None, **sizes: Any) -> TrainingMemory:
 def test_weights_gradients_and_state_take_four_bytes_each():
     muon = predict()
     assert muon.weights == muon.gradients > 4 * (MATRICES + 50_257 * 768)
-    assert muon.optimizer == 2 * muon.weights - 4 * MATRICES
+    rows = 12 * 9 * 768  # q, k, v, the output, 4 of up and 1 of down: NorMuon keeps a number for each
+    assert muon.optimizer == 2 * muon.weights - 4 * MATRICES + 4 * rows
     assert predict(name="adamw").optimizer == 2 * muon.weights
     assert predict(name="sgd").optimizer == predict(ema_decay=0.9).ema == muon.weights
 

@@ -153,7 +153,7 @@ def test_config_reaches_the_groups():
         newton_schulz_coefficients="classic",
         newton_schulz_dtype="fp32",
         update_scale="match_rms_adamw",
-        row_equilibration=True,
+        row_equilibration=False,
         normuon_beta2=0.9,
         cautious_weight_decay=True,
         state_dtype="bf16",
