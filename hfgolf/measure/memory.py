@@ -112,11 +112,12 @@ def run_memory(
 
     Weights, gradients, averages and state are fp32: 4 bytes per parameter each, and 8 for the state of AdamW, or half
     of that for a state in bf16 (Rajbhandari et al. 2020, "ZeRO", section 3.1; unlike there, 16-bit weights exist only
-    during a pass). NorMuon adds 4 bytes for each row of a matrix. Activations of Golf are counted by `block_bytes`, and its peak of a pass is within 5 % of the live
-    memory on torch's fake tensors, for CUDA and for the CPU; those of other architectures are measured on fake tensors,
-    with 16-bit copies of weights and the loss among them. Under FSDP2, a pass also holds whole weights
-    (`_gathered_bytes`), and the update whole directions of Muon's matrices; checked on fake processes, not yet measured
-    on a GPU. Not included: a GPU's context and workspaces (about 0.5 GB) and, on a CPU, `fragmented_bytes`.
+    during a pass). NorMuon adds 4 bytes for each row of a matrix. Activations of Golf are counted by `block_bytes`, and
+    its peak of a pass is within 5 % of the live memory on torch's fake tensors, for CUDA and for the CPU; those of
+    other architectures are measured on fake tensors, with 16-bit copies of weights and the loss among them. Under
+    FSDP2, a pass also holds whole weights (`_gathered_bytes`), and the update whole directions of Muon's matrices;
+    checked on fake processes, not yet measured on a GPU. Not included: a GPU's context and workspaces (about 0.5 GB)
+    and, on a CPU, `fragmented_bytes`.
     """
     optim, kinds = config.optim, parameter_kinds(model)
     named = [(p, kinds[name] == "matrix" and p.ndim == 2) for name, p in model.named_parameters()]
