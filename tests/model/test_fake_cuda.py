@@ -12,11 +12,12 @@ from fake_cuda import reason_to_skip
 ROOT = Path(__file__).parents[2]
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(bool(reason_to_skip()), reason=reason_to_skip() or "")]
 
-# 124M parameters, 16 x 1,024 tokens, bf16. Without CUDA, torch computes a norm in five launches instead of one.
+# 124M parameters, 16 x 1,024 tokens, bf16. Without CUDA, torch computes a norm in five launches instead of one. Of the
+# update, MuonEq and NorMuon are 63 launches and 1.3 GB.
 BOUNDS = {
     "blocks": {"launches": 791, "casts": 169, "gigabytes": 51.9},
     "loss": {"launches": 42, "casts": 8, "gigabytes": 36.4},
-    "update": {"launches": 91, "casts": 0, "gigabytes": 14.3},
+    "update": {"launches": 154, "casts": 0, "gigabytes": 15.6},
     "average": {"launches": 1, "casts": 0, "gigabytes": 1.0},
 }
 
