@@ -31,6 +31,7 @@ from hfgolf.model.layers_golf import layer_order
 from hfgolf.model.modeling_golf import GolfForCausalLM, default_chunk_elements
 from hfgolf.optim.layout import layout, parameter_kinds
 from hfgolf.optim.muon import DEFAULT_MAX_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS
+from hfgolf.optim.state import num_outputs
 from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
@@ -126,13 +127,11 @@ def run_memory(
     trained = sum(p.numel() for p, _ in named if p.requires_grad)
     trained_shapes = Counter(p.shape for p, is_matrix in named if is_matrix and p.requires_grad)
     trained_matrices = sum(number * shape.numel() for shape, number in trained_shapes.items())
-    in_out = layout(model).get("in_out", ())
-    with_rows = optim.name == "muon" and optim.normuon_beta2 is not None
-    rows = sum(  # whose mean squares NorMuon keeps
-        p.shape[1 if name in in_out else 0]
-        for name, p in model.named_parameters()
-        if with_rows and kinds[name] == "matrix" and p.requires_grad
-    )
+    rows = 0  # whose mean squares NorMuon keeps
+    if optim.name == "muon" and optim.normuon_beta2 is not None:
+        of_muon = {name: p for name, p in model.named_parameters() if kinds[name] == "matrix" and p.requires_grad}
+        in_out = layout(model).get("in_out", ())
+        rows = sum(num_outputs({"in_out": name in in_out}, p) for name, p in of_muon.items())
     if isinstance(model, GolfForCausalLM):
         passes = _golf_pass(config, model, micro_batch_size, matrices, device)
         update = _orthogonalization_bytes(model.config, device)
