@@ -40,15 +40,15 @@ def small() -> dict[str, list[str]]:
     per_nat = found["val_tokens"] / math.log(2) / SMALL_VAL_BYTES
     bits, low_bits, high_bits = (f"{loss * per_nat:.3f}" for loss in (arm["mean"], min(losses), max(losses)))
     tokens = arm["steps"] * 2048
-    work = f"{tflop('small', 4096, tokens):.1f}"
+    work, minutes = f"{tflop('small', 4096, tokens):.1f}", f"{arm['seconds'] / 60:.0f} minutes beside other runs"
     header = [f"validation loss {mean}, {bits} bits per byte ({low_bits} to {high_bits}) after {tokens:,} tokens"]
     return {
         "README.md": [
             f"| {mean} | {low} to {high} |",
             f"| {bits} | {low_bits} to {high_bits} |",
-            f"| {tokens:,} tokens, {work} TFLOP of training |",
+            f"| {tokens:,} tokens, {work} TFLOP of training | {minutes};",
         ],
-        "configs/small.yaml": [*header, f"{work} TFLOP"],
+        "configs/small.yaml": [*header, f"{work} TFLOP, in {minutes}"],
         "docs/experiments.md": [f"{float(work):.0f} TFLOP | ", f"{float(bits):.2f} bits per byte"],
     }
 
@@ -56,15 +56,16 @@ def small() -> dict[str, list[str]]:
 def shakespeare() -> dict[str, list[str]]:
     ten = kept(EXPERIMENTS, "shakespeare_minutes")["arms"]["ten"]
     work, mean = f"{tflop('shakespeare_char', 257, 4096 * ten['steps']):.0f} TFLOP", f"{ten['mean']:.4f}"
-    losses = list(ten["final_losses"].values())
+    losses, speed = list(ten["final_losses"].values()), f"{round(4096 * ten['steps'] / ten['seconds'], -2):,.0f}"
     return {
         "docs/experiments.md": [
-            f"| {work} | ",
+            f"| {work} | {speed} tokens/s on one core beside another run |",
+            f"beside another run, took {ten['seconds'] / 60:.0f} minutes",
             f"validation loss of {mean} after {work} of training",
             f"seed 1, which ends at {losses[0]:.4f}",
         ],
         "configs/shakespeare_char.yaml": [f"{losses[0]:.3f}, {losses[1]:.3f} and {losses[2]:.3f}", work],
-        "benchmarks/shakespeare.md": [f"at most {work}", f"{mean} and {ten['sd']:.4f}"],
+        "benchmarks/shakespeare.md": [f"at most {work}", f"{mean} and {ten['sd']:.4f}", f"{speed} characters/s"],
     }
 
 
