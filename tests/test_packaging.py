@@ -126,7 +126,7 @@ def test_wheels_are_what_a_bare_image_lacks():
     if version("pandas") != pins()["pandas"]:
         pytest.skip("requirements are those of the installed versions: an older pandas also needs pytz")
     needed = [str(requirement) for requirement in requirements() if requirement.name != "wandb"]
-    needed = with_requirements(*needed, "pytest", "pytest-timeout") | {"nvidia-ml-py"}
+    needed = with_requirements(*needed, "pytest", "pytest-timeout", "python-minifier") | {"nvidia-ml-py"}
     wheels = (ROOT / "benchmarks" / "wheels.txt").read_text().splitlines()
     listed = {canonicalize_name(line) for line in wheels if not line.startswith("#")}
     of_image = with_requirements("torch", "transformers", "accelerate", "numpy")

@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from hfgolf.run.metrics import read_rows
+from hfgolf.run.metrics import read_lines, read_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
 
 def rows(folder: Path) -> list[dict]:
     return read_rows(folder / "metrics.jsonl")
+
+
+def events(folder: Path, kind: str) -> list[dict]:
+    return [line for line in read_lines(folder / "metrics.jsonl") if line.get("event") == kind]
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
@@ -59,11 +63,11 @@ def test_oversized_micro_batch_is_halved_until_it_fits(run, tiny_run):
         )
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    told = [row for row in rows(folder) if row.get("event") == "out_of_memory"]
+    told = events(folder, "out_of_memory")
     sizes = [row["micro_batch_size"] for row in told]
     assert sizes == [[2**14 >> i, 2**13 >> i] for i in range(len(sizes))] and sizes
     assert all("out of memory" in row["reason"] for row in told)
-    table = [row for row in rows(folder) if "event" not in row]
+    table = rows(folder)
     assert [row["tokens"] for row in table] == [step * 2**14 * 32 for step in (1, 2, 3)]
     assert table[-1]["train_loss"] < table[0]["train_loss"]
     assert table[-1]["memory_bytes"] <= limit_bytes
@@ -73,7 +77,7 @@ def test_oversized_micro_batch_is_halved_until_it_fits(run, tiny_run):
 def test_nan_step_is_skipped_on_the_gpu(run, tiny_run, spoil_gradients, precision):
     spoil_gradients(lambda step: step == 2)
     folder = run(tiny_run(train__mixed_precision=precision))
-    assert [row["step"] for row in rows(folder) if row.get("event") == "skipped_step"] == [3]
-    table = [row for row in rows(folder) if "event" not in row]
+    assert [event["step"] for event in events(folder, "skipped_step")] == [3]
+    table = rows(folder)
     assert [row["grad_norm"] is None for row in table] == [False, False, True, False, False, False]
     assert table[-1]["train_loss"] < table[0]["train_loss"]
