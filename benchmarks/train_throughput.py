@@ -473,10 +473,11 @@ def measure(
             if ARMS[name].program == "litgpt" and importlib.util.find_spec("litgpt") is None:
                 rows[name] = {"error": "not installed"}
                 continue
-            connection = stack.enter_context(started(Job(ARMS[name], shape, device, threads, tokens)))
+            connections[name] = stack.enter_context(started(Job(ARMS[name], shape, device, threads, tokens)))
+        for name, connection in [*connections.items()]:  # all compile at once: a GPU's machine has cores enough
             rows[name] = receive(connection)
-            if "error" not in rows[name]:
-                connections[name] = connection
+            if "error" in rows[name]:
+                del connections[name]
         for name, row in take_turns(connections, warmup, steps, repetitions).items():
             rows[name] |= row
     compare(rows, warmup)

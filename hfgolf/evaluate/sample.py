@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
@@ -18,6 +19,9 @@ from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""The kernels of SDPA without cuDNN's, which takes a tenth of a second to plan for each new length of the KV cache."""
 
 
 def generate_text(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: str = "", **options: Any) -> str:
@@ -126,7 +130,7 @@ def generate_ids(
     if temperature > 0:
         sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k, "top_p": top_p}
     devices = [model.device] if model.device.type == "cuda" else []
-    with torch.random.fork_rng(devices), evaluation_mode(model):
+    with torch.random.fork_rng(devices), evaluation_mode(model), sdpa_kernel(FOR_ANY_LENGTH):
         torch.manual_seed(seed)
         output = model.generate(  # type: ignore[operator]
             input_ids,

@@ -95,8 +95,14 @@ def _rotation(position_ids: Tensor, config: Any) -> Rotation:
     """
     size = config.rope_dims or config.hidden_size // config.num_attention_heads
     exponents = torch.arange(0, size, 2, device=position_ids.device, dtype=torch.float32) / size
-    angles = position_ids[:, None, :, None].float() * config.rope_theta**-exponents
-    return angles.cos(), angles.sin()
+    return cos_and_sin(position_ids[:, None, :, None].float() * config.rope_theta**-exponents)
+
+
+def cos_and_sin(angles: Tensor) -> Rotation:
+    # as_strided makes the compiler store them: fused, each kernel that rotates would compute cos, sin and powers again,
+    # 15 % of a step of GPT-2 124M on an H200
+    cos, sin = angles.cos(), angles.sin()
+    return cos.as_strided(cos.shape, cos.stride()), sin.as_strided(sin.shape, sin.stride())
 
 
 def _rotate(x: Tensor, rotation: Rotation) -> Tensor:

@@ -48,6 +48,7 @@ from .layers_golf import (
     Rotation,
     apply_dropout,
     cap_logits,
+    cos_and_sin,
     document_numbers,
     layer_order,
     soft_caps,
@@ -324,8 +325,8 @@ def _derive_position_ids(inputs_embeds: Tensor, attention_mask: Tensor | None, p
 def _scaled_rotation(position_ids: Tensor, config: GolfConfig) -> Rotation:
     """Return what `layers_golf._rotation` does, with the frequencies of transformers' own models."""
     frequencies, factor = ROPE_INIT_FUNCTIONS[config.rope_parameters["rope_type"]](config, position_ids.device)
-    angles = position_ids[:, None, :, None].float() * frequencies
-    return angles.cos() * factor, angles.sin() * factor
+    cos, sin = cos_and_sin(position_ids[:, None, :, None].float() * frequencies)
+    return cos * factor, sin * factor
 
 
 def _one_cache(past_key_values: Any, cache: Any) -> tuple[Any, bool]:
