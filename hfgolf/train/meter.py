@@ -34,8 +34,9 @@ class Meter:
 
     device: torch.device
     tokens_per_step: int
-    flops_per_second_of_peak: float
-    """FLOPs per token divided by the peak FLOP/s of all processes; times tokens/s, this is the MFU."""
+    flops_per_token: float
+    peak_flops: float
+    """FLOP/s of all processes at their peak."""
     stopwatch: Stopwatch
     max_grad_norm: float | None = None
     """Limit to which gradients are clipped; None: they are not."""
@@ -45,6 +46,11 @@ class Meter:
 
     def __post_init__(self) -> None:
         self.restart()
+
+    @property
+    def flops_per_second_of_peak(self) -> float:
+        """FLOPs per token divided by the peak FLOP/s; times tokens/s, this is the MFU."""
+        return self.flops_per_token / self.peak_flops
 
     def add(self, result: StepResult) -> None:
         """Add one optimizer step."""

@@ -27,10 +27,8 @@ class Recurrence(Hook):
         is_due = not start or run.state.step >= start * expected_steps
         if is_due == run.raw_model.config.loop_active:
             return
-        length = run.config.batch.sequence_length
-        before = training_flops_per_token(run.raw_model, length)
         run.raw_model.config.loop_active = run.state.loop_active = is_due
-        run.meter.flops_per_second_of_peak *= training_flops_per_token(run.raw_model, length) / before
+        run.meter.flops_per_token = training_flops_per_token(run.raw_model, run.config.batch.sequence_length)
         first, last, times = run.raw_model.config.loop
         count = f"{times} times" if is_due else "once"
         logger.info("loop: from step %d on, layers %d to %d run %s", run.state.step + 1, first, last, count)

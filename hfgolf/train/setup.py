@@ -391,7 +391,7 @@ def _build_meter(run: Run) -> Meter:
     flops = training_flops_per_token(run.raw_model, config.batch.sequence_length)
     peak = peak_flops(accelerator.device, run.decisions.precision) * accelerator.num_processes
     tokens_per_step, max_grad_norm = config.batch.tokens_per_step, config.train.max_grad_norm
-    return Meter(accelerator.device, tokens_per_step, flops / peak, run.stopwatch, max_grad_norm)
+    return Meter(accelerator.device, tokens_per_step, flops, peak, run.stopwatch, max_grad_norm)
 
 
 def write_description(run: Run) -> None:

@@ -96,7 +96,7 @@ def test_mfu_excludes_compiling_and_evaluating():
             return dict(self.spent)
 
     stopwatch = Seconds()
-    meter = Meter(CPU, tokens_per_step=1000, flops_per_second_of_peak=1e-3, stopwatch=stopwatch)
+    meter = Meter(CPU, tokens_per_step=1000, flops_per_token=1.0, peak_flops=1e3, stopwatch=stopwatch)
     for sample_hash in (1, -1):
         meter.add(StepResult(1.0, 1.0, None, torch.tensor(sample_hash)))
     stopwatch.spent |= {"compile": 100.0, "evaluate": 50.0, "checkpoint": 25.0, "other": 12.0}
@@ -134,7 +134,7 @@ def test_mfu_uses_the_peak_of_all_processes(tiny_run, monkeypatch):
 )
 def test_row_has_the_share_of_clipped_steps(limit, norms, share):
     """Steps without an update, whose norm is not finite, are not clipped; a norm at the limit stays as it is."""
-    meter = Meter(CPU, 1, 1.0, Stopwatch(), limit)
+    meter = Meter(CPU, 1, 1.0, 1.0, Stopwatch(), limit)
     meter.stopwatch.switch("train")
     for _ in range(2):  # the second row counts only its own steps
         for norm in norms:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
 import json
 import math
+import pkgutil
 import random
 import re
 import sys
@@ -202,6 +204,8 @@ def trace(monkeypatch, reset_accelerate):
     from hfgolf.config.parse import load_config
     from hfgolf.run.folder import run_folder
 
+    for module in pkgutil.walk_packages(hfgolf.__path__, "hfgolf."):  # one that is imported later holds something new
+        importlib.import_module(module.name)
     real = loop.train_step
 
     def train(arguments: list[str], kills: list[int], in_a_new_process: Any = lambda: None) -> tuple[Path, list[Held]]:
