@@ -4,8 +4,9 @@ For a layer y = W x, moving W by E raises the loss per token by about
 
     1/2 sum over rows r of  row_weights[r] * E[r] @ hessian @ E[r]
 
-with hessian the mean of x x^T and row_weights[r] the mean square of d nats / d y[r] (K-FAC's two factors, of which the
-second only on its diagonal: Martens & Grosse 2015, arXiv:1503.05671). Three cases need care.
+with hessian the mean of x x^T and row_weights[r] the mean square of g[r] = d nats / d y[r], the diagonal of the output
+hessian, the mean of g g^T. With all of it, the loss rises by 1/2 trace(output_hessian E hessian E^T): K-FAC's two
+factors (Martens & Grosse 2015, arXiv:1503.05671). Three cases need care, and have no output hessian.
 
 - The head. Squared gradients on a sample call every token worthless that did not occur in it. The second derivative of
   the loss is known exactly, so take that: p (1 - p). With capped logits z = f(u) it is f'(u)**2 p (1 - p), and a term
@@ -42,6 +43,8 @@ from hfgolf.model.modeling_golf import IGNORE_INDEX
 from hfgolf.system.errors import UserError
 
 ROW_FLOOR = 1e-3  # of the mean: what looks worthless in a sample still gets bits
+MAX_ROWS = 8192
+"""Of a layer whose output hessian is measured: 512 MiB."""
 _COUNTED_TOKENS, _COUNTED_PARTS = 2**24, 64
 _LAYERS: tuple[Any, ...] = (nn.Linear, nn.Embedding, Conv1D)
 _LOGITS_PER_PASS = 2**24  # 64 MiB in fp32, and a few times that in the backward pass
@@ -52,15 +55,18 @@ class Curvature:
     """The curvature of the loss, in nats per token, along one matrix (see the module).
 
     hessian: (columns, columns) fp64. row_weights: (rows,) fp64, above zero unless all gradients were zero.
+    output_hessian: (rows, rows) fp64, or None.
     """
 
     hessian: NDArray[np.float64]
     row_weights: NDArray[np.float64]
+    output_hessian: NDArray[np.float64] | None = None
 
     def loss_increase(self, error: NDArray[np.floating]) -> float:
         """Return the predicted increase of the loss in nats per token. error: (rows, columns)."""
         error = error.astype(np.float64)
-        return float(0.5 * (self.row_weights * ((error @ self.hessian) * error).sum(axis=1)).sum())
+        by_output = self.row_weights[:, None] * error if self.output_hessian is None else self.output_hessian @ error
+        return float(0.5 * ((error @ self.hessian) * by_output).sum())
 
 
 def added(first: Curvature, second: Curvature) -> Curvature:
@@ -267,6 +273,7 @@ class _Probe:
         rows, columns = module.weight.T.shape if self.kind is Conv1D else module.weight.shape  # type: ignore[misc]
         self.hessian = torch.zeros(columns, columns, dtype=torch.float64)
         self.row_sums = torch.zeros(rows, dtype=torch.float64)
+        self.output_hessian: Tensor | None = None
         self.vectors = 0
         self.edges: list[GradientEdge] = []
         self.output: Tensor | None = None
@@ -312,8 +319,14 @@ class _Probe:
         self.row_sums += torch.bincount(token_ids.flatten(), minlength=len(self.row_sums)).cpu()
 
     def add_gradient(self, gradient: Tensor) -> None:
-        if self.is_hidden:
-            self.row_sums += (self.factor * gradient).flatten(0, -2).float().square().sum(0).cpu().double()
+        if not self.is_hidden:
+            return
+        gradients = (self.factor * gradient).flatten(0, -2).float()
+        self.row_sums += gradients.square().sum(0).cpu().double()
+        if gradients.shape[1] <= MAX_ROWS:
+            with torch.autocast(gradients.device.type, enabled=False):
+                products = (gradients.T @ gradients).cpu().double()
+            self.output_hessian = products if self.output_hessian is None else self.output_hessian + products
 
     def add_logits(self, logits: Tensor) -> bool:
         """Return whether the logits are this layer's outputs, or a function of each; if so, add their curvature."""
@@ -339,4 +352,5 @@ class _Probe:
             passes = self.vectors / num_tokens
             weights = (occurrences + 0.5) / max(1, occurrences.sum()) * passes
         floored = np.maximum(weights, ROW_FLOOR * weights.mean())
-        return Curvature((self.hessian / max(1, self.vectors)).numpy(), floored)
+        hessian, of_outputs = (self.hessian / max(1, self.vectors)).numpy(), self.output_hessian
+        return Curvature(hessian, floored, None if of_outputs is None else (of_outputs / num_tokens).numpy())

@@ -1,7 +1,9 @@
 """Round one matrix with error feedback (GPTQ: Frantar et al. 2022, arXiv:2210.17323).
 
 Columns are rounded one after the other. Each one's error is passed on to the columns that are still to come, along the
-layer's input Hessian, so that the layer's outputs change least. Does not know which matrix it is, or which grid to use.
+layer's input Hessian, so that the layer's outputs change least. With a Hessian of the outputs, too, it is also passed
+on to the rows that are still to come, so that the loss changes least: what one output makes worse, others make up for
+(YAQA: Tseng et al. 2025, arXiv:2505.22988). Does not know which matrix it is, or which grid to use.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from numpy.typing import NDArray
 from hfgolf.golf.grid import MAX_INTEGER, Quantized
 
 _BLOCK = 128  # columns whose errors are passed on inside the block first, and to all later columns by one product
+_ROWS = 64  # the same of rows
 
 
 @dataclass(frozen=True)
@@ -21,13 +24,15 @@ class Feedback:
     """How errors are passed on.
 
     order: (columns,) the columns as they are rounded, by descending diagonal of the hessian. upper: (columns, columns),
-    in that order: the upper Cholesky factor U of the inverse of the damped hessian, which is U^T U.
+    in that order: the upper Cholesky factor U of the inverse of the damped hessian, which is U^T U. rows: the same of
+    rows; None: they get no errors of each other.
     """
 
     order: NDArray[np.intp]
     upper: NDArray[np.float64]
+    rows: Feedback | None = None
 
-    def column_weights(self) -> NDArray[np.float64]:
+    def weights(self) -> NDArray[np.float64]:
         """Return 1 / U[j, j]**2 by column: the curvature along a column when all later ones adapt to it."""
         weights = np.empty(len(self.order))
         weights[self.order] = np.diag(self.upper) ** -2.0
@@ -56,7 +61,9 @@ def round_with_feedback(
     column_codes: NDArray[np.int8] | None,
     feedback: Feedback,
 ) -> Quantized:
-    """Round a matrix (rows, columns) to its grid, in fp64, in blocks of columns."""
+    """Round a matrix (rows, columns) to its grid, in fp64."""
+    if feedback.rows is not None:
+        return _round_both_ways(weight, row_codes, column_codes, feedback, feedback.rows)
     order, upper = feedback.order, feedback.upper
     rows, columns = weight.shape
     grid = Quantized(np.empty((rows, columns), dtype=np.int32), row_codes, column_codes)
@@ -71,4 +78,47 @@ def round_with_feedback(
             errors[j - start] = (left[j] - integers * steps[j]) / upper[j, j]
             left[j + 1 : block.stop] -= np.outer(upper[j, j + 1 : block.stop], errors[j - start])
         left[block.stop :] -= upper[block, block.stop :].T @ errors
+    return grid
+
+
+def _round_both_ways(
+    weight: NDArray[np.floating],
+    row_codes: NDArray[np.uint8],
+    column_codes: NDArray[np.int8] | None,
+    columns: Feedback,
+    rows: Feedback,
+) -> Quantized:
+    """Round with feedback to later columns and rows, in blocks of rows.
+
+    An entry waits for those before it in its row and in its column. So the entries of a block on one antidiagonal are
+    independent, and rounded at once: in memory, they are num_columns - 1 apart.
+    """
+    num_rows, num_columns = weight.shape
+    grid = Quantized(np.empty((num_rows, num_columns), dtype=np.int32), row_codes, column_codes)
+    both = np.ix_(rows.order, columns.order)
+    steps = np.ascontiguousarray(np.broadcast_to(grid.steps(), weight.shape)[both], dtype=np.float64)
+    left = np.ascontiguousarray(weight[both], dtype=np.float64)  # with the errors of earlier columns
+    above = np.zeros_like(left)  # the errors of earlier rows
+    integers = np.empty_like(left)
+    to_columns, to_rows = (np.triu(side.upper / np.diag(side.upper)[:, None], 1) for side in (columns, rows))
+    for start in range(0, num_rows, _ROWS):
+        block = slice(start, min(start + _ROWS, num_rows))
+        height = block.stop - start
+        errors = np.empty((height, num_columns))
+        inside = to_rows[block, block]
+        for antidiagonal in range(height + num_columns - 1):
+            first, stop = max(0, antidiagonal - num_columns + 1), min(height, antidiagonal + 1)
+            entries = slice(first * (num_columns - 1) + antidiagonal, None, max(1, num_columns - 1))
+            own_left, own_above, step = (each[block].ravel()[entries][: stop - first] for each in (left, above, steps))
+            exact = own_left + own_above
+            rounded = np.clip(np.rint(exact / step), -MAX_INTEGER, MAX_INTEGER)
+            integers[block].ravel()[entries][: stop - first] = rounded
+            error = exact - rounded * step
+            errors.ravel()[entries][: stop - first] = error
+            from_column, to_column = antidiagonal - stop + 1, antidiagonal - first + 1
+            change = (error - own_above)[:, None] * to_columns[from_column:to_column, from_column:][::-1]
+            left[start + first : start + stop, from_column:] -= change
+            above[block, from_column:to_column] -= (inside[first:stop].T * error)[:, ::-1]
+        above[block.stop :] -= to_rows[block, block.stop :].T @ errors
+    grid.integers[both] = integers
     return grid

@@ -39,7 +39,7 @@ SIDE_BYTES_PER_COLUMN = 0.5  # a class for the coder
 SDCLIP_LEVELS = 31  # of 6 bits, to either side
 _AIM = 0.9985  # of the budget; a real size a little off is still in [_LOWEST, 1]
 _LOWEST = 0.995
-_DAMPING = 0.01  # of a matrix's input Hessian, as a share of the mean of its diagonal
+_DAMPING = 0.01  # of the Hessians of a matrix's inputs and outputs, as a share of the mean of their diagonal
 _MAX_CODINGS = 12  # two to four as a rule; the size is nearly smooth in D
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -108,7 +108,8 @@ def allocate(
         passes errors on with. Rounding costs the loss about 1/24 of the sum of row_weights[r] * step[r, j]**2 /
         U[j, j]**2 per token, and each octave of a step takes one bit. So at the optimum every weight costs the loss the
         same. Without column_steps, U[j, j]**-2 is its mean over the columns. For nearest rounding (no feedback),
-        hessian[j, j] replaces U[j, j]**-2.
+        hessian[j, j] replaces U[j, j]**-2. Where errors are passed on to rows, their U[r, r]**-2 replaces
+        row_weights[r].
     sdclip: step[r] = RMS of row r, the same bits for every row (k standard deviations over the 31 levels of 6 bits are
         D = k / 31).
     uniform: step = 1 for all weights.
@@ -119,7 +120,10 @@ def allocate(
         scaled = np.abs(weight.astype(np.float64))
         column_codes = None
         if allocation == "curvature":
-            column_weights = feedback[name].column_weights() if feedback else np.diag(curvature[name].hessian)
+            column_weights, row_weights = np.diag(curvature[name].hessian), curvature[name].row_weights
+            if feedback:
+                column_weights = feedback[name].weights()
+                row_weights = row_weights if (rows := feedback[name].rows) is None else rows.weights()
             mean = float(column_weights.mean())
             if column_steps:
                 floored = np.maximum(column_weights, 1e-12 * max(column_weights.max(), 1e-300))
@@ -128,7 +132,7 @@ def allocate(
                 scaled /= 2.0 ** (column_codes / CODES_PER_OCTAVE)
                 mean = _log_mean(column_weights)
             with np.errstate(divide="ignore"):  # no gradient at all: the coarsest step
-                row_steps = 1 / np.sqrt(curvature[name].row_weights * mean)
+                row_steps = 1 / np.sqrt(row_weights * mean)
         row_rms = np.maximum(np.sqrt(np.square(scaled).mean(axis=1)), np.finfo(np.float32).tiny)
         if allocation == "sdclip":
             row_steps = row_rms
@@ -200,9 +204,9 @@ def plan_steps(
 ) -> tuple[Allocation, dict[str, Feedback] | None]:
     """Return the steps at D = 1 and how errors are passed on; None: rounding to nearest.
 
-    The inputs of a matrix come from matrices that are rounded, too, but its Hessian is of exact ones. Their noise is
-    about the share of the weights that rounding takes, so it is added to _DAMPING. At 3 bits per weight it is
-    nothing; at 1 bit, errors would otherwise go where the noisy inputs do not cancel them.
+    The inputs of a matrix come from matrices that are rounded, too, and so do the gradients of its outputs, but its
+    Hessians are of exact ones. Their noise is about the share of the weights that rounding takes, so it is added to
+    _DAMPING. At 3 bits per weight it is small; at 1 bit, errors would otherwise go where nothing cancels them.
     """
     nearest = allocate(weights, allocation, curvature, None, column_steps)
     if method == "nearest":
@@ -210,8 +214,14 @@ def plan_steps(
     if method != "gptq":
         raise ValueError(f"method is {method!r}; it must be gptq or nearest")
     noise = lost_share(nearest, scale_for_bytes(nearest, available_bytes))
-    feedback = {name: error_feedback(curvature[name].hessian, _DAMPING + noise) for name in weights}
+    feedback = {name: _feedback(curvature[name], _DAMPING + noise) for name in weights}
     return allocate(weights, allocation, curvature, feedback, column_steps), feedback
+
+
+def _feedback(curvature: Curvature, damping: float) -> Feedback:
+    of_outputs = curvature.output_hessian
+    rows = None if of_outputs is None else error_feedback(of_outputs, damping)
+    return replace(error_feedback(curvature.hessian, damping), rows=rows)
 
 
 def rounded(
@@ -227,9 +237,12 @@ def rounded(
         weight, row_codes, column_codes = weights[name], plan[name].row_codes(scale), plan[name].column_codes
         if feedback is None:
             return round_nearest(weight, row_codes, column_codes)
-        if name not in before:
+        is_new = row_codes != before[name].row_codes if name in before else np.ones(len(weight), dtype=bool)
+        if not is_new.any():
+            return before[name]
+        if feedback[name].rows is not None or is_new.all():
             return round_with_feedback(weight, row_codes, column_codes, feedback[name])
-        integers, is_new = before[name].integers.copy(), row_codes != before[name].row_codes
+        integers = before[name].integers.copy()
         integers[is_new] = round_with_feedback(weight[is_new], row_codes[is_new], column_codes, feedback[name]).integers
         return Quantized(integers, row_codes, column_codes)
 

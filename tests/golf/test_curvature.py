@@ -63,6 +63,8 @@ def test_hidden_layer_curvature_is_input_and_gradient_moments():
     curvature = measure_curvature(model, halves)[f"{name}.weight"]
     np.testing.assert_allclose(curvature.hessian, inputs.T @ inputs / len(inputs), rtol=1e-4, atol=1e-6)
     np.testing.assert_allclose(curvature.row_weights, floored(gradients.square().mean(0).numpy()), rtol=1e-4)
+    moments = (gradients.T @ gradients / len(gradients)).numpy()
+    np.testing.assert_allclose(curvature.output_hessian, moments, rtol=1e-4, atol=1e-6 * moments.max())
 
 
 @pytest.mark.parametrize("soft_cap", [None, 2.0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -85,10 +87,72 @@ def test_dead_column_does_not_affect_the_others():
 def test_column_weights_are_the_conditional_curvature():
     hessian = correlated(np.random.default_rng(3), 12)
     feedback = error_feedback(hessian, 0.0)
-    weights = feedback.column_weights()
+    weights = feedback.weights()
     for place, j in enumerate(feedback.order):  # what is left of H[j, j] once the later columns have adapted
         later = feedback.order[place + 1 :]
         schur = hessian[j, j]
         if len(later):
             schur -= hessian[j, later] @ np.linalg.solve(hessian[np.ix_(later, later)], hessian[later, j])
         assert weights[j] == pytest.approx(schur, rel=1e-6)
+
+
+def direct_both_ways(weight, steps, columns, rows):
+    """Round entry after entry, each corrected by the errors of all that are earlier in its row, its column, or both.
+
+    columns, rows: Feedback. With H = L D L^T, L unit lower triangular, an error counts L - 1.
+    """
+    both = np.ix_(rows.order, columns.order)
+    weight, steps = weight.astype(np.float64)[both], steps[both]
+    of_columns, of_rows = (
+        np.linalg.inv(side.upper / np.diag(side.upper)[:, None]) - np.eye(len(side.upper)) for side in (columns, rows)
+    )
+    errors, integers = np.zeros_like(weight), np.zeros(weight.shape)
+    for j in range(weight.shape[1]):
+        for i in range(weight.shape[0]):
+            exact = weight[i, j] + errors[i] @ of_columns[:, j] + of_rows[:i, i] @ errors[:i, j]
+            exact += of_rows[:i, i] @ errors[:i] @ of_columns[:, j]
+            integers[i, j] = np.rint(exact / steps[i, j])
+            errors[i, j] = weight[i, j] - integers[i, j] * steps[i, j]
+    result = np.empty(weight.shape)
+    result[both] = integers
+    return result
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "has_columns"), [(5, 7, False), (70, 13, True), (150, 9, False), (1, 6, False), (6, 1, False)]
+)
+def test_feedback_both_ways_equals_the_direct_implementation(rows, columns, has_columns):
+    generator = np.random.default_rng(rows)
+    weight = generator.standard_normal((rows, columns)).astype(np.float32)
+    row_codes = row_codes_of(generator.uniform(0.2, 0.6, rows))
+    column_codes = generator.integers(-8, 8, columns).astype(np.int8) if has_columns else None
+    of_rows = error_feedback(correlated(generator, rows), 0.5)
+    feedback = replace(error_feedback(correlated(generator, columns), 0.01), rows=of_rows)
+    rounded = round_with_feedback(weight, row_codes, column_codes, feedback)
+    steps = np.broadcast_to(rounded.steps(), weight.shape).astype(np.float64)
+    np.testing.assert_array_equal(rounded.integers, direct_both_ways(weight, steps, feedback, of_rows))
+
+
+def test_feedback_to_rows_lowers_the_loss_of_correlated_outputs():
+    generator = np.random.default_rng(4)
+    ratios = []
+    for _ in range(50):
+        hessian, of_outputs = correlated(generator, 24), correlated(generator, 12)
+        weight, codes = generator.standard_normal((12, 24)).astype(np.float32), row_codes_of(np.full(12, 0.5))
+        columns = error_feedback(hessian, 0.01)
+        losses = []
+        for feedback in (replace(columns, rows=error_feedback(of_outputs, 0.01)), columns):
+            error = round_with_feedback(weight, codes, None, feedback).dequantized().astype(np.float64) - weight
+            losses.append(np.trace(of_outputs @ error @ hessian @ error.T))
+        ratios.append(losses[0] / losses[1])
+    assert np.mean(ratios) < 0.6
+
+
+def test_uncorrelated_outputs_get_no_feedback():
+    generator = np.random.default_rng(5)
+    weight, codes = generator.standard_normal((80, 30)).astype(np.float32), row_codes_of(np.full(80, 0.4))
+    columns = error_feedback(correlated(generator, 30))
+    expected = round_with_feedback(weight, codes, None, columns).integers
+    for of_outputs in (np.eye(80), np.diag(np.linspace(3, 0, 80)), np.zeros((80, 80))):
+        rounded = round_with_feedback(weight, codes, None, replace(columns, rows=error_feedback(of_outputs)))
+        np.testing.assert_array_equal(rounded.integers, expected)

@@ -48,7 +48,7 @@ def test_curvature_steps_give_every_row_the_same_loss(two_matrices, column_steps
     plan = allocate(weights, "curvature", curvature, feedback, column_steps)
     costs = []
     for name, unit in plan.items():
-        columns = feedback[name].column_weights() if feedback else np.diag(curvature[name].hessian)
+        columns = feedback[name].weights() if feedback else np.diag(curvature[name].hessian)
         steps = unit.row_steps[:, None] * np.ones(len(columns))
         if column_steps:
             steps = steps * 2.0 ** (unit.column_codes / 8)
@@ -180,8 +180,8 @@ def test_curvature_and_passing_errors_on_lower_the_predicted_loss_at_any_size(se
 
 def test_too_small_budget_error_names_the_bytes_needed(small_model):
     model, curvature = small_model
-    with pytest.raises(UserError, match=r"^budget_bytes: 6,000 is too small: .* still takes \S+ bytes") as said:
-        quantize_model(matrices(model), curvature, budget_bytes=6000, overhead_bytes=5500, size_of=size_of)
+    with pytest.raises(UserError, match=r"^budget_bytes: 5,650 is too small: .* still takes \S+ bytes") as said:
+        quantize_model(matrices(model), curvature, budget_bytes=5650, overhead_bytes=5500, size_of=size_of)
     needed = int(str(said.value).split("takes ")[1].split(" ")[0].replace(",", ""))
     quantized = quantize_model(
         matrices(model), curvature, budget_bytes=round(1.05 * needed), overhead_bytes=5500, size_of=size_of

@@ -1,0 +1,105 @@
+"""What error feedback costs and saves at equal bytes: none, to later columns (GPTQ), to later rows as well.
+
+    python benchmarks/experiments/golf_rounding.py --run runs/small --budgets 1400000 900000 600000
+
+Rounds the weights of a run to each budget in each way, and scores them on the whole validation part in flat windows, as
+an export does. "added" is what rounding adds to the loss of the float weights, in nats per token. Adds a row for each
+to golf_rounding.jsonl in results/. Losses don't depend on the machine or on its load; seconds do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hfgolf.evaluate.token_bytes import bytes_per_token
+from hfgolf.golf.artifact import model_encoder
+from hfgolf.golf.curvature import calibrated_curvature
+from hfgolf.golf.program import evaluate
+from hfgolf.golf.quantize import matrices, quantize_model
+from hfgolf.golf.source import run_source
+from hfgolf.model.layers_golf import GolfNetwork
+from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.train.console import quiet_libraries
+
+RESULTS = Path(__file__).parent / "results" / "golf_rounding.jsonl"
+ARMS = ("nearest", "columns", "rows")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--run", required=True, type=Path)
+    parser.add_argument("--budgets", required=True, type=int, nargs="+", help="bytes of the artifact alone")
+    parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
+    parser.add_argument("--calibration_tokens", type=int, default=131_072)
+    arguments = parser.parse_args()
+    quiet_libraries()
+    source = run_source(arguments.run)
+    model = source.model
+    assert isinstance(model, GolfForCausalLM)
+    tokens, token_bytes = source.tokens.val.tokens, bytes_per_token(source.tokens.val, source.tokenizer)
+    weights, encode = matrices(model), model_encoder(model)
+    network = GolfNetwork(model.config).eval()
+    state = {name: model.state_dict()[name] for name in network.state_dict()}
+
+    def nats(changed: dict[str, Any]) -> float:
+        network.load_state_dict(state | {name: torch.from_numpy(one) for name, one in changed.items()})
+        score = evaluate(network, model.config, np.asarray(tokens), token_bytes)
+        return float(score["nats"] / score["tokens"])
+
+    exact = nats({})
+    curvature = calibrated_curvature(
+        model,
+        source.tokens.train,
+        seed=source.seed,
+        sequence_length=source.sequence_length,
+        blocks_read=source.blocks_read,
+        num_tokens=arguments.calibration_tokens,
+    )
+    one_sided = {name: replace(one, output_hessian=None) for name, one in curvature.items()}
+    print(f"{arguments.run.name}: {exact:.4f} nats per token in floats")
+    print(f"{'bytes':>10}{'arm':>10}{'added':>9}{'predicted':>11}{'seconds':>9}")
+    for budget in arguments.budgets:
+        for arm in arguments.arms:
+            begun_at = time.perf_counter()
+            found = quantize_model(
+                weights,
+                curvature if arm == "rows" else one_sided,
+                budget_bytes=budget,
+                overhead_bytes=0,
+                size_of=lambda on_grids: len(encode(on_grids).data),
+                method="nearest" if arm == "nearest" else "gptq",
+            )
+            seconds = time.perf_counter() - begun_at
+            rounded = {name: one.dequantized() for name, one in found.tensors.items()}
+            row = {
+                "run": arguments.run.name,
+                "weights": sum(weight.size for weight in weights.values()),
+                "exact_nats": exact,
+                "budget_bytes": budget,
+                "bytes": found.size_bytes,
+                "arm": arm,
+                "calibration_tokens": arguments.calibration_tokens,
+                "added_nats": nats(rounded) - exact,
+                "predicted_nats": sum(
+                    curvature[name].loss_increase(one - weights[name]) for name, one in rounded.items()
+                ),
+                "seconds": seconds,
+            }
+            with RESULTS.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(
+                f"{row['bytes']:>10,}{arm:>10}{row['added_nats']:>9.4f}{row['predicted_nats']:>11.4f}{seconds:>9.1f}",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
