@@ -1,6 +1,6 @@
 """What error feedback costs and saves at equal bytes: none, to later columns (GPTQ), to later rows as well.
 
-    python benchmarks/experiments/golf_rounding.py --run runs/small --budgets 1400000 900000 600000
+    python benchmarks/experiments/golf_rounding.py --run runs/small --budgets 1800000 1200000 800000
 
 Rounds the weights of a run to each budget in each way, and scores them on the whole validation part in flat windows, as
 an export does. "added" is what rounding adds to the loss of the float weights, in nats per token. Adds a row for each
@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("--run", required=True, type=Path)
     parser.add_argument("--budgets", required=True, type=int, nargs="+", help="bytes of the artifact alone")
     parser.add_argument("--arms", nargs="+", choices=ARMS, default=ARMS)
-    parser.add_argument("--calibration_tokens", type=int, default=131_072)
+    parser.add_argument("--calibration_tokens", type=int, default=32_768)
     arguments = parser.parse_args()
     quiet_libraries()
     source = run_source(arguments.run)
