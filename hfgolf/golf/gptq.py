@@ -88,37 +88,53 @@ def _round_both_ways(
     columns: Feedback,
     rows: Feedback,
 ) -> Quantized:
-    """Round with feedback to later columns and rows, in blocks of rows.
-
-    An entry waits for those before it in its row and in its column. So the entries of a block on one antidiagonal are
-    independent, and rounded at once: in memory, they are num_columns - 1 apart.
-    """
+    """Round with feedback to later columns and rows, in blocks of both."""
     num_rows, num_columns = weight.shape
     grid = Quantized(np.empty((num_rows, num_columns), dtype=np.int32), row_codes, column_codes)
     both = np.ix_(rows.order, columns.order)
-    steps = np.ascontiguousarray(np.broadcast_to(grid.steps(), weight.shape)[both], dtype=np.float64)
-    left = np.ascontiguousarray(weight[both], dtype=np.float64)  # with the errors of earlier columns
+    steps = np.broadcast_to(grid.steps(), weight.shape)[both].astype(np.float64)
+    left = weight[both].astype(np.float64)  # with the errors of earlier columns
     above = np.zeros_like(left)  # the errors of earlier rows
     integers = np.empty_like(left)
     to_columns, to_rows = (np.triu(side.upper / np.diag(side.upper)[:, None], 1) for side in (columns, rows))
     for start in range(0, num_rows, _ROWS):
-        block = slice(start, min(start + _ROWS, num_rows))
-        height = block.stop - start
-        errors = np.empty((height, num_columns))
-        inside = to_rows[block, block]
-        for antidiagonal in range(height + num_columns - 1):
-            first, stop = max(0, antidiagonal - num_columns + 1), min(height, antidiagonal + 1)
-            entries = slice(first * (num_columns - 1) + antidiagonal, None, max(1, num_columns - 1))
-            own_left, own_above, step = (each[block].ravel()[entries][: stop - first] for each in (left, above, steps))
-            exact = own_left + own_above
-            rounded = np.clip(np.rint(exact / step), -MAX_INTEGER, MAX_INTEGER)
-            integers[block].ravel()[entries][: stop - first] = rounded
-            error = exact - rounded * step
-            errors.ravel()[entries][: stop - first] = error
-            from_column, to_column = antidiagonal - stop + 1, antidiagonal - first + 1
-            change = (error - own_above)[:, None] * to_columns[from_column:to_column, from_column:][::-1]
-            left[start + first : start + stop, from_column:] -= change
-            above[block, from_column:to_column] -= (inside[first:stop].T * error)[:, ::-1]
-        above[block.stop :] -= to_rows[block, block.stop :].T @ errors
+        down = slice(start, min(start + _ROWS, num_rows))
+        errors = np.empty((down.stop - start, num_columns))
+        for begin in range(0, num_columns, _BLOCK):
+            across = slice(begin, min(begin + _BLOCK, num_columns))
+            block, inside = (down, across), (to_columns[across, across], to_rows[down, down])
+            integers[block], errors[:, across], own = _round_block(left[block], above[block], steps[block], *inside)
+            left[down, across.stop :] -= own @ to_columns[across, across.stop :]
+        above[down.stop :] -= to_rows[down, down.stop :].T @ errors
     grid.integers[both] = integers
     return grid
+
+
+def _round_block(
+    left: NDArray[np.float64],
+    above: NDArray[np.float64],
+    steps: NDArray[np.float64],
+    to_columns: NDArray[np.float64],
+    to_rows: NDArray[np.float64],
+) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    """Return the integers, the errors that go to later rows, and those that go to later columns.
+
+    An entry waits for those before it in its row and in its column. So the entries on one antidiagonal are independent,
+    and rounded at once: in memory, they are num_columns - 1 apart.
+    """
+    num_rows, num_columns = left.shape
+    left, above, steps = (np.array(each, order="C") for each in (left, above, steps))
+    integers, errors, own_errors = (np.empty_like(left) for _ in range(3))
+    for antidiagonal in range(num_rows + num_columns - 1):
+        first, stop = max(0, antidiagonal - num_columns + 1), min(num_rows, antidiagonal + 1)
+        entries = slice(first * (num_columns - 1) + antidiagonal, None, max(1, num_columns - 1))
+        own, of_rows, step = (each.ravel()[entries][: stop - first] for each in (left, above, steps))
+        rounded = np.clip(np.rint((own + of_rows) / step), -MAX_INTEGER, MAX_INTEGER)
+        own_error = own - rounded * step
+        error = own_error + of_rows
+        for each, value in ((integers, rounded), (errors, error), (own_errors, own_error)):
+            each.ravel()[entries][: stop - first] = value
+        across = slice(antidiagonal - stop + 1, antidiagonal - first + 1)
+        left[first:stop, across.start :] -= own_error[:, None] * to_columns[across, across.start :][::-1]
+        above[:, across] -= (to_rows[first:stop].T * error)[:, ::-1]
+    return integers, errors, own_errors

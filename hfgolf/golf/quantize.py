@@ -219,8 +219,9 @@ def plan_steps(
 
 
 def _feedback(curvature: Curvature, damping: float) -> Feedback:
-    of_outputs = curvature.output_hessian
-    rows = None if of_outputs is None else error_feedback(of_outputs, damping)
+    of_outputs, rows = curvature.output_hessian, None
+    if of_outputs is not None and of_outputs.any():  # without any gradient, no row counts
+        rows = error_feedback(of_outputs, damping)
     return replace(error_feedback(curvature.hessian, damping), rows=rows)
 
 

@@ -119,7 +119,8 @@ def direct_both_ways(weight, steps, columns, rows):
 
 
 @pytest.mark.parametrize(
-    ("rows", "columns", "has_columns"), [(5, 7, False), (70, 13, True), (150, 9, False), (1, 6, False), (6, 1, False)]
+    ("rows", "columns", "has_columns"),
+    [(5, 7, False), (70, 13, True), (70, 140, False), (150, 9, False), (1, 6, False), (6, 1, False)],
 )
 def test_feedback_both_ways_equals_the_direct_implementation(rows, columns, has_columns):
     generator = np.random.default_rng(rows)
