@@ -19,6 +19,7 @@ from datasets import Dataset
 from hfgolf.config.parse import KEY_TYPES
 from hfgolf.config.sections import OptimSection, RunConfig, ScheduleSection, TokenizerSection
 from hfgolf.data.tokenizer import build_tokenizer
+from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.quantize import allocate, plan_steps
 from hfgolf.model.configuration_golf import _CHOICES, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -90,7 +91,7 @@ def tokenizer(kind: str) -> Any:
 def quantized(key: str) -> Callable[[str], Any]:
     def outcome(name: str) -> Any:
         weights = {"a": np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)}
-        curvature: Any = {"a": SimpleNamespace(hessian=np.diag(np.arange(1.0, 9.0)), row_weights=np.arange(1.0, 5.0))}
+        curvature = {"a": Curvature(np.diag(np.arange(1.0, 9.0)), np.arange(1.0, 5.0))}
         if key == "allocation":
             return allocate(weights, name, curvature, None, False)["a"].row_steps.tolist()
         return plan_steps(weights, curvature, 40, name, "curvature")[1] is None
