@@ -8,7 +8,6 @@ import typing
 from collections.abc import Callable
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any, Literal, get_origin
 
 import numpy as np
