@@ -21,7 +21,7 @@ import torch
 
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.golf.artifact import model_encoder
-from hfgolf.golf.curvature import calibrated_curvature
+from hfgolf.golf.export import curvature_of
 from hfgolf.golf.program import evaluate
 from hfgolf.golf.quantize import matrices, quantize_model
 from hfgolf.golf.source import run_source
@@ -55,14 +55,7 @@ def main() -> None:
         return float(score["nats"] / score["tokens"])
 
     exact = nats({})
-    curvature = calibrated_curvature(
-        model,
-        source.tokens.train,
-        seed=source.seed,
-        sequence_length=source.sequence_length,
-        blocks_read=source.blocks_read,
-        num_tokens=arguments.calibration_tokens,
-    )
+    curvature = curvature_of(source, arguments.calibration_tokens)
     one_sided = {name: replace(one, output_hessian=None) for name, one in curvature.items()}
     print(f"{arguments.run.name}: {exact:.4f} nats per token in floats")
     print(f"{'bytes':>10}{'arm':>10}{'added':>9}{'predicted':>11}{'seconds':>9}")

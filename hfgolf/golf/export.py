@@ -25,7 +25,7 @@ from hfgolf.config.sections import GolfSection
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.certificate import Certificate, certify
-from hfgolf.golf.curvature import calibrated_curvature
+from hfgolf.golf.curvature import Curvature, calibrated_curvature
 from hfgolf.golf.grid import Quantized
 from hfgolf.golf.ledger import (
     ARTIFACT,
@@ -147,14 +147,7 @@ def _export(
                 network.load_state_dict(model.state_dict(), strict=False)
             before = evaluate(network, shape, tokens, token_bytes, *windows)
     with timed("curvature"):
-        curvature = calibrated_curvature(
-            model,
-            source.tokens.train,
-            seed=source.seed,
-            sequence_length=source.sequence_length,
-            blocks_read=source.blocks_read,
-            num_tokens=golf.calibration_tokens,
-        )
+        curvature = curvature_of(source, golf.calibration_tokens)
     with timed("rounding and coding"):
         options = {"method": golf.method, "allocation": golf.allocation, "column_steps": settings.column_steps}
         quantized, encoded = fill(weights, curvature, encode, progress=say, **options, **budget)
@@ -189,6 +182,18 @@ def _export(
     figures |= {"val_tokens": after["tokens"], "val_bytes": after["bytes"], "model": str(folder / "model")}
     export_model(model, source.tokenizer, partial / "model", with_golf_size(source.card(figures), ledger))
     return Exported(folder, certificate, quantized, data, ledger, problems)
+
+
+def curvature_of(source: Source, num_tokens: int) -> dict[str, Curvature]:
+    """Measure the curvature on about num_tokens of the training text that the run would have read next."""
+    return calibrated_curvature(
+        source.model,
+        source.tokens.train,
+        seed=source.seed,
+        sequence_length=source.sequence_length,
+        blocks_read=source.blocks_read,
+        num_tokens=num_tokens,
+    )
 
 
 def _write_files(
