@@ -468,16 +468,14 @@ def measure(
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         tokens = Path(folder) / "tokens.npy"
         write_tokens(shape, warmup + steps * repetitions, tokens)
-        connections = {}
+        starting = {}
         for name in names:
             if ARMS[name].program == "litgpt" and importlib.util.find_spec("litgpt") is None:
                 rows[name] = {"error": "not installed"}
                 continue
-            connections[name] = stack.enter_context(started(Job(ARMS[name], shape, device, threads, tokens)))
-        for name, connection in [*connections.items()]:  # all compile at once: a GPU's machine has cores enough
-            rows[name] = receive(connection)
-            if "error" in rows[name]:
-                del connections[name]
+            starting[name] = stack.enter_context(started(Job(ARMS[name], shape, device, threads, tokens)))
+        rows |= {name: receive(connection) for name, connection in starting.items()}  # they get ready at once
+        connections = {name: connection for name, connection in starting.items() if "error" not in rows[name]}
         for name, row in take_turns(connections, warmup, steps, repetitions).items():
             rows[name] |= row
     compare(rows, warmup)

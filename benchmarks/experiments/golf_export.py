@@ -54,8 +54,11 @@ class Scorer:
         self.token_bytes = bytes_per_token(source.tokens.val, source.tokenizer)[: num_tokens + 1]
 
     def bits_per_byte(self, weights: Weights) -> float:
+        return float(self.score(weights)["bpb"])
+
+    def score(self, weights: Weights) -> dict[str, Any]:
         self.network.load_state_dict(self.state | {name: torch.from_numpy(one) for name, one in weights.items()})
-        return float(evaluate(self.network, self.config, self.tokens, self.token_bytes)["bpb"])
+        return evaluate(self.network, self.config, self.tokens, self.token_bytes)
 
 
 def int8_rows(weights: Weights, rest: bytes) -> tuple[int, Weights]:

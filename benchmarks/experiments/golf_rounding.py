@@ -14,18 +14,13 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
+from golf_export import Scorer, Weights
 
-from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.export import curvature_of
-from hfgolf.golf.program import evaluate
 from hfgolf.golf.quantize import matrices, quantize_model
 from hfgolf.golf.source import run_source
-from hfgolf.model.layers_golf import GolfNetwork
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train.console import quiet_libraries
 
@@ -44,14 +39,11 @@ def main() -> None:
     source = run_source(arguments.run)
     model = source.model
     assert isinstance(model, GolfForCausalLM)
-    tokens, token_bytes = source.tokens.val.tokens, bytes_per_token(source.tokens.val, source.tokenizer)
     weights, encode = matrices(model), model_encoder(model)
-    network = GolfNetwork(model.config).eval()
-    state = {name: model.state_dict()[name] for name in network.state_dict()}
+    scorer = Scorer(source, len(source.tokens.val))
 
-    def nats(changed: dict[str, Any]) -> float:
-        network.load_state_dict(state | {name: torch.from_numpy(one) for name, one in changed.items()})
-        score = evaluate(network, model.config, np.asarray(tokens), token_bytes)
+    def nats(changed: Weights) -> float:
+        score = scorer.score(changed)
         return float(score["nats"] / score["tokens"])
 
     exact = nats({})
