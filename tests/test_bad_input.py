@@ -19,7 +19,7 @@ from hfgolf.data.tokenizer import find_tokenizer
 ABSURD = ("0", "-1", "nan", "inf", "1e308", str(10**30), "9" * 5000, "many")
 NUMBERS = {
     "compare_runs.py": "--jobs",
-    "evaluate.py": "--sequence_length --batch_size --stride --adapt_chunk --adapt_rate* --adapt_epochs --adapt_rank",
+    "evaluate.py": "--sequence_length --batch_size --stride --adapt_rate*",
     "find_lr.py": "--steps --lowest --highest",
     "golf_plan.py": "--budget_bytes --minutes --tokens --processes --mfu --sequence_length --code_bytes* --count",
     "golf_record.py": "--margin_nats* --tokens --bytes --significance --scores* --reference*",
@@ -80,9 +80,8 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--evaluation documents --stride 17": "--stride: 17 ... 1 to 16",
             "--files short.txt --drop_tail": "nothing to score: 10 tokens, windows of 16",
             "--per_document --evaluation sliding": "--per_document ... leave out --evaluation.",
-            "--adapt lora": "--adapt lora needs --evaluation documents, without --stride",
-            "--adapt sgd --evaluation documents": "--adapt sgd needs --evaluation flat or sliding",
-            "--adapt sgd --drop_tail": "--adapt scores every token",
+            "--adapt_rate 0.1 --drop_tail": "--adapt_rate scores every token",
+            "--adapt_rate 0.1 --per_document": "--per_document ... leave out --adapt_rate.",
             "--train_files text.txt": "--train_files is for --certificate",
             "--certificate c.json --train_files none.txt": "--train_files: no file matches 'none.txt'",
         },

@@ -4,7 +4,7 @@
     python benchmarks/experiments/golf_laptop.py --runs runs/experiments/golf_laptop/*
     python benchmarks/experiments/golf_laptop.py --runs runs/experiments/golf_laptop_plain/* --plain
 
-Exports each run that has no export of this budget, and tells what its ledger says. With --plain, the runs are packed
+Exports each run that has no export of this budget, and tells its score by the run's evaluation and by others. With --plain, the runs are packed
 without hfgolf's methods instead: int8 rows and zlib 9, fp16 and xz, bf16 as it is. Their program, tokenizer and config
 count as they do for an export.
 """
@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from golf_export import Scorer, Weights, int8_rows
 
+from hfgolf.golf.ledger import rescore
 from hfgolf.golf.quantize import matrices
 from hfgolf.golf.source import run_source
 from hfgolf.system.durable import write_text
@@ -30,11 +31,11 @@ from hfgolf.train.console import quiet_libraries
 
 RESULT = Path(__file__).parent / "results" / "golf_laptop.json"
 ROOT = Path(__file__).parents[2]
-BUDGET_BYTES = 500_000
+BUDGET_BYTES, STRIDE = 500_000, 64
 
 
 def exported(run: Path) -> dict[str, Any]:
-    """Return the ledger of a run's export, made now if there is none."""
+    """Return what the ledger of a run's export says, and other evaluations. Makes the export if there is none."""
     ledger = run / "golf" / "ledger.json"
     if not ledger.exists() or json.loads(ledger.read_text())["budget_bytes"] != BUDGET_BYTES:
         command = [sys.executable, str(ROOT / "scripts/golf_export.py"), "--run", str(run), "--count", "everything"]
@@ -42,9 +43,12 @@ def exported(run: Path) -> dict[str, Any]:
     told = json.loads(ledger.read_text())
     return {
         "bytes": told["totals"]["everything"],
-        "before": told["before"]["bpb"],
+        "before": told["before"] and told["before"]["bpb"],
         "after": told["after"]["bpb"],
         "seconds": sum(told["seconds"].values()),
+        "evaluation": {name: told["settings"][name] for name in ("evaluation", "stride", "adapt_rate")},
+        "flat": rescore(ledger.parent)["bpb"],
+        "sliding": rescore(ledger.parent, "sliding", STRIDE)["bpb"],
     }
 
 

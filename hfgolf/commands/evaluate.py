@@ -58,14 +58,10 @@ def main() -> Answer | None:
         action="store_true",
         help="score under guard: that no token helps to predict itself is checked at a secret place in each pass",
     )
-    adapt = parser.add_argument_group("test-time training: score a chunk, then train on it, then score the next")
-    adapt.add_argument(
-        "--adapt", choices=("sgd", "lora"), help="sgd: all weights, over the stream; lora: inside each document"
+    parser.add_argument(
+        "--adapt_rate",
+        **bounded(0.0, 1.0, "test-time training: learn from each window once scored, at this rate, such as 2e-4", 0.0),
     )
-    adapt.add_argument("--adapt_chunk", **bounded(1, 2**24, "tokens per chunk (sgd: 1024, lora: 48)"))
-    adapt.add_argument("--adapt_rate", **bounded(0.0, 10.0, "learning rate (sgd: 0.02, lora: 1e-3)"))
-    adapt.add_argument("--adapt_epochs", **bounded(1, 1000, "sgd: passes over each chunk", 1))
-    adapt.add_argument("--adapt_rank", **bounded(1, 2**16, "lora: rank", 8))
     parsed = parser.parse_intermixed_args()
     files = take_words(parsed)
     if bool(files) + bool(parsed.files) + bool(parsed.tasks) != 1:

@@ -18,8 +18,6 @@ from tqdm import tqdm
 
 from hfgolf.config.parse import ResolvedConfig
 from hfgolf.config.sections import RunConfig, TrainSection
-from hfgolf.data.token_cache import TokenCache
-from hfgolf.data.tokenizer import text_start
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
 from hfgolf.evaluate.context import evaluation_length
 from hfgolf.evaluate.loss import describe_coverage, evaluate_plan, plan_documents, plan_evaluation
@@ -27,7 +25,7 @@ from hfgolf.evaluate.text import tokenize_files
 from hfgolf.evaluate.windows import Plan
 from hfgolf.golf.certificate import Certificate, certify
 from hfgolf.golf.legality import IllegalScorer
-from hfgolf.golf.score_first import ScorerSettings, evaluate_in_order
+from hfgolf.golf.score_first import evaluate_in_order
 from hfgolf.measure.memory import evaluation_batch_size
 from hfgolf.model.causal_blocks import choose_attention
 from hfgolf.publish.load import load_exported
@@ -36,9 +34,6 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import free_memory_bytes
 from hfgolf.system.ranks import decide
 from hfgolf.train.decisions import choose_precision
-
-_CHUNK_TOKENS = {"sgd": 1024, "lora": 48}
-_LEARNING_RATES = {"sgd": 0.02, "lora": 1e-3}
 
 
 @dataclass(frozen=True)
@@ -58,11 +53,7 @@ class EvaluationOptions:
     drop_tail: bool = False
     skip_separators: bool = False
     per_document: bool = False
-    adapt: str | None = None
-    adapt_chunk: int | None = None
-    adapt_rate: float | None = None
-    adapt_epochs: int = 1
-    adapt_rank: int = 8
+    adapt_rate: float = 0.0
     check_legality: bool = False
     certify: bool = False
 
@@ -71,14 +62,10 @@ class EvaluationOptions:
         for option, allowed in modes.items():
             if getattr(self, option) and self.evaluation not in allowed:
                 raise UserError(f"--{option} needs --evaluation {' or '.join(allowed)}, but it is {self.evaluation}.")
-        if self.adapt == "lora" and (self.evaluation != "documents" or self.stride):
-            raise UserError("--adapt lora needs --evaluation documents, without --stride: a chunk is one window.")
-        if self.adapt == "sgd" and self.evaluation == "documents":
-            raise UserError("--adapt sgd needs --evaluation flat or sliding: it learns over the whole stream.")
-        in_order = "adapt" if self.adapt else "check_legality"
-        if (self.adapt or self.check_legality) and (self.drop_tail or self.skip_separators):
+        in_order = next((name for name in ("adapt_rate", "check_legality") if getattr(self, name)), None)
+        if in_order and (self.drop_tail or self.skip_separators):
             raise UserError(f"--{in_order} scores every token: leave out --drop_tail and --skip_separators.")
-        others = {name: getattr(self, name) for name in ("stride", "drop_tail", "adapt", "check_legality")}
+        others = {name: getattr(self, name) for name in ("stride", "drop_tail", "adapt_rate", "check_legality")}
         others["evaluation"] = self.evaluation != "flat"
         for name in [name for name, is_set in others.items() if self.per_document and is_set]:
             raise UserError(f"--per_document scores each document as lm-eval does: leave out --{name}.")
@@ -99,7 +86,6 @@ class TextEvaluation:
     sequence_length: int
     batch_size: int
     precision: str
-    adaptation: dict[str, Any] | None
     problem: str | None
     legality: dict[str, Any] | None
     certificate: Certificate | None
@@ -131,7 +117,7 @@ class TextEvaluation:
             "mixed_precision": self.precision,
             **{name: getattr(self.evaluation, name) for name in names},
             "coverage": self.plan.coverage(),
-            "adaptation": self.adaptation,
+            "adapt_rate": self.options.adapt_rate,
             "legality": self.legality,
         }
 
@@ -145,8 +131,10 @@ class TextEvaluation:
             ("precision", "fp32" if self.precision == "no" else self.precision),
             ("coverage", describe_coverage(self.plan)),
         ]
-        if self.adaptation is not None:
-            rows.append(("adaptation", ", ".join(f"{name} {value}" for name, value in self.adaptation.items())))
+        if self.options.adapt_rate:
+            rows.append(
+                ("adaptation", f"learns from each window once it is scored, at a rate of {self.options.adapt_rate:g}")
+            )
         if self.legality is not None:
             checked, sha256 = f"{self.legality['checked_tokens']:,}", self.legality["distributions_sha256"][:16]
             rows.append(("legality", f"{checked} secret tokens changed nothing; sha256 of all distributions {sha256}"))
@@ -191,7 +179,6 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
         fitting = evaluation_batch_size(model, length, device.type, free_bytes)
         # equal on all ranks; under guard a window at a time, because each pass is checked at one place
         batch_size = options.batch_size or (1 if options.check_legality else min(gather_object([fitting])))
-        settings = _scorer_settings(options, length, stride, batch_size, tokens)
         if options.per_document:
             plan, num_bytes = plan_documents(tokens.val, tokens.tokenizer, length)
         else:
@@ -204,17 +191,22 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
                 drop_tail=options.drop_tail,
                 skip_separators=options.skip_separators,
             )
-        if options.adapt:
-            plan, _ = settings.plan(tokens.val.tokens)
         certificate = None
         if options.certify:
             certificate = certify(corpus, tokens, plan, is_training_known=options.train_files is not None)
         evaluation = problem = legality = None
         if certificate is None or certificate.holds or not certificate.is_lossless:
-            if options.adapt or options.check_legality:
+            if options.adapt_rate or options.check_legality:
                 try:
                     evaluation, legality = evaluate_in_order(
-                        model, tokens.val, accelerator, settings, vocab_size, is_guarded=options.check_legality
+                        model,
+                        tokens.val,
+                        accelerator,
+                        plan,
+                        vocab_size,
+                        batch_size=batch_size,
+                        adapt_rate=options.adapt_rate,
+                        is_guarded=options.check_legality,
                     )
                 except IllegalScorer as error:
                     problem = str(error)
@@ -225,9 +217,8 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
                     evaluation = evaluate_plan(
                         model, tokens.val, accelerator, plan, num_bytes, batch_size=batch_size, before_batch=bar.update
                     )
-    adaptation = settings.describe() if options.adapt else None
     return TextEvaluation(
-        options, evaluation, plan, length, batch_size, precision, adaptation, problem, legality, certificate, is_main
+        options, evaluation, plan, length, batch_size, precision, problem, legality, certificate, is_main
     )
 
 
@@ -236,24 +227,3 @@ def evaluation_precision(stated: Any) -> str:
     train = TrainSection(max_steps=1, mixed_precision=stated)
     resolved = ResolvedConfig(RunConfig(train=train), {"train.mixed_precision": "the command line"})
     return choose_precision(resolved)[0]
-
-
-def _scorer_settings(
-    options: EvaluationOptions, length: int, stride: int, batch_size: int, tokens: TokenCache
-) -> ScorerSettings:
-    """Return how the scorer works; a stream shorter than a window is one window."""
-    kind = options.adapt or "sgd"
-    last = len(tokens.val) - 1
-    return ScorerSettings(
-        mode=options.evaluation,
-        length=min(length, last),
-        stride=min(stride, last),
-        separator=text_start(tokens.tokenizer)[0],
-        batch_size=batch_size,
-        skip_separators=options.skip_separators,
-        adapter=options.adapt,
-        chunk_tokens=options.adapt_chunk or _CHUNK_TOKENS[kind],
-        learning_rate=_LEARNING_RATES[kind] if options.adapt_rate is None else options.adapt_rate,
-        epochs=options.adapt_epochs,
-        rank=options.adapt_rank,
-    )

@@ -21,7 +21,10 @@ from hfgolf.system.wording import aligned, duration
 if TYPE_CHECKING:
     from hfgolf.golf.export import Exported
 
-_OF_THE_CONFIG = ("budget_bytes", "count", "method", "allocation", "calibration_tokens")
+_OF_THE_CONFIG = (
+    *("budget_bytes", "count", "method", "allocation", "calibration_tokens"),
+    *("evaluation", "stride", "adapt_rate"),
+)
 
 
 def main() -> Answer:
@@ -40,8 +43,9 @@ def main() -> Answer:
     parser.add_argument("--allocation", choices=("curvature", "sdclip", "uniform"), help="default: golf.allocation")
     parser.add_argument("--column_steps", action="store_true", help="a step per column, too, with curvature")
     parser.add_argument("--calibration_tokens", **bounded(1, 2**40, "default: golf.calibration_tokens"))
-    parser.add_argument("--mode", choices=("flat", "sliding", "documents"), default="flat", help="evaluation (flat)")
-    parser.add_argument("--stride", **bounded(1, 2**24, "tokens between windows, if they overlap"))
+    parser.add_argument("--evaluation", choices=("flat", "sliding", "documents"), help="default: golf.evaluation")
+    parser.add_argument("--stride", **bounded(1, 2**24, "default: golf.stride"))
+    parser.add_argument("--adapt_rate", **bounded(0.0, 1.0, "default: golf.adapt_rate"))
     parser.add_argument("--skip_before", action="store_true", help="do not score the weights before rounding")
     arguments = parser.parse_args()
     if arguments.model and not (arguments.files and arguments.calibration_files and arguments.output):
@@ -73,7 +77,7 @@ def main() -> Answer:
         golf = found.golf.replace(**stated)
         if golf.budget_bytes is None:
             raise UserError("--budget_bytes is missing, and the run's config has no golf.budget_bytes; state one.")
-        given = ("column_steps", "mode", "stride", "code_files", "skip_before")
+        given = ("column_steps", "code_files", "skip_before")
         settings = Settings(golf, **{name: getattr(arguments, name) for name in given})
         exported = export(found, settings, output, lambda line: print(line, file=sys.stderr, flush=True))
     data = {name: getattr(exported, name) for name in ("ledger", "table", "problems")}
@@ -102,13 +106,14 @@ def _text(exported: Exported) -> str:
     ]
     parts += ["\n".join(said)] if (said := [*quantized.findings, *exported.table["findings"]]) else []
     before, after, seconds = (ledger[key] for key in ("before", "after", "seconds"))
-    mode = after["mode"] if after["mode"] == "flat" else f"{after['mode']}, stride {after['stride']}"
+    windows = after["mode"] if after["mode"] == "flat" else f"{after['mode']}, stride {after['stride']}"
+    windows += f", adapting at a rate of {rate:g}" if (rate := ledger["settings"]["adapt_rate"]) else ""
     spent = ", ".join(f"{step} {duration(s)}" for step, s in seconds.items())
     change = f" ({after['bpb'] - before['bpb']:+.4f}; {before['bpb']:.4f} before rounding)" if before else ""
     scorer = "by score.py on these files alone" if has_scorer(ledger) else "here, with the weights that unpack.py reads"
     rows = {
         "steps": f"D = {quantized.scale:.4g}, on average those of SDClip with k = {quantized.sdclip_k:.2f} at 6 bits",
-        "scored": f"{scorer}, {mode}, {after['tokens']:,} tokens, {after['bytes']:,} bytes",
+        "scored": f"{scorer}, {windows}, {after['tokens']:,} tokens, {after['bytes']:,} bytes",
         "bits per byte": f"{after['bpb']:.4f}{change}",
         "time": f"{duration(sum(seconds.values()))}: {spent}",
         "folder": str(exported.folder),

@@ -15,8 +15,9 @@ def main() -> Answer:
     parser = ScriptParser(__doc__)
     parser.add_argument("folder", type=Path, help="folder of an export, such as runs/small/golf")
     parser.add_argument("--files", nargs="+", default=[], help="the raw text that was scored, as in data.files")
-    parser.add_argument("--mode", choices=("flat", "sliding", "documents"), help="default: that of the ledger")
-    parser.add_argument("--stride", **bounded(1, 2**24, "tokens between windows, if they overlap"))
+    parser.add_argument("--evaluation", choices=("flat", "sliding", "documents"), help="default: that of the ledger")
+    parser.add_argument("--stride", **bounded(1, 2**24, "tokens that a window scores; default: that of the ledger"))
+    parser.add_argument("--adapt_rate", **bounded(0.0, 1.0, "of test-time training; default: that of the ledger"))
     arguments = parser.parse_args()
 
     if (arguments.folder / "unpack.py").is_file():  # a model that only its own library can run
@@ -29,7 +30,8 @@ def main() -> Answer:
     from hfgolf.train.console import quiet_libraries
 
     quiet_libraries()
-    figures, problems = rescore_folder(arguments.folder, arguments.mode, arguments.stride, arguments.files)
+    stated = {name: getattr(arguments, name) for name in ("evaluation", "stride", "adapt_rate")}
+    figures, problems = rescore_folder(arguments.folder, arguments.files, stated)
     rows = {}
     if figures:
         own_word = "the folder's own word, and its bytes too; --files compares them with the raw text"

@@ -850,10 +850,19 @@ class GolfSection(Section, frozen=True):
     """Forecast every N steps of a run, and at the last one, what an export would take; null: never."""
     qat_fraction: Fraction = 0.0
     """Last fraction of a run that trains with its matrices rounded to the grid that golf.budget_bytes allows."""
+    evaluation: Literal["flat", "sliding", "documents"] = "flat"
+    """How an export is scored. flat: rows end to end; sliding: overlapping windows, so that each token has context;
+    documents: sliding windows that never cross a separator."""
+    stride: Count | None = None
+    """Tokens that each window scores, of sliding and documents; null: all of it."""
+    adapt_rate: Rate = 0.0
+    """Test-time training: learn from each window once it is scored, at this rate; 0: don't."""
 
     def _problems(self) -> Iterator[str]:
         if self.qat_fraction and self.budget_bytes is None:
             yield "golf.budget_bytes is null, but golf.qat_fraction is set; state the bytes to train for."
+        if self.stride and self.evaluation == "flat":
+            yield "golf.stride needs golf.evaluation sliding or documents, but it is flat."
 
 
 class RunConfig(Section, frozen=True):

@@ -60,13 +60,11 @@ if TYPE_CHECKING:
 class Settings:
     """How to export. golf: the section of a config, with a budget. code_files: more files that count.
 
-    mode, stride: of the evaluation, see evaluate/windows.py. skip_before: do not score the weights before rounding.
+    skip_before: do not score the weights before rounding.
     """
 
     golf: GolfSection
     column_steps: bool = False
-    mode: str = "flat"
-    stride: int | None = None
     code_files: Sequence[Path] = ()
     skip_before: bool = False
 
@@ -105,7 +103,8 @@ def export(
 def _export(
     source: Source, settings: Settings, folder: Path, partial: Path, progress: Callable[[str], None]
 ) -> Exported:
-    model, golf, windows = source.model, settings.golf, (settings.mode, settings.stride)
+    model, golf = source.model, settings.golf
+    windows = golf.evaluation, golf.stride, golf.adapt_rate
     started_at, seconds = time.perf_counter(), dict[str, float]()
 
     def say(line: str) -> None:
@@ -121,9 +120,9 @@ def _export(
     shape = _shape(source)
     with timed("certificate"):
         try:
-            plan = plan_of(shape, source.tokens.val.tokens, *windows)
+            plan = plan_of(shape, source.tokens.val.tokens, golf.evaluation, golf.stride)
         except ValueError as error:
-            raise UserError(f"--mode: {error}.") from None
+            raise UserError(f"--evaluation: {error}.") from None
         certificate = certify(source.corpus, source.tokens, plan, is_training_known=source.is_training_known)
     certificate.write(partial / CERTIFICATE)
     if not certificate.holds:
@@ -168,8 +167,8 @@ def _export(
     expected = {"tokens": plan.num_scored, "bytes": certificate.facts["scored_bytes"], "sha256": sha256}
     problems = _round_trip_problems(quantized.tensors, found, expected | plan.coverage(), after)
     problems += [problem] if (problem := budget_problem(ledger)) else []
-    stated = {name: getattr(settings, name) for name in ("column_steps", "mode", "stride")}
-    ledger |= {"weights_sha256": sha256, "before": before, "after": after, "settings": golf.model_dump() | stated}
+    ledger |= {"weights_sha256": sha256, "before": before, "after": after}
+    ledger |= {"settings": golf.model_dump() | {"column_steps": settings.column_steps}}
     ledger |= {"D": quantized.scale, "sdclip_k": quantized.sdclip_k, "seconds": seconds, "problems": problems}
     data = table_data(table(weights, quantized.tensors, curvature, encoded.tensors)) | {"parts": encoded.parts}
     for name, content in ((LEDGER, ledger), ("table.json", data)):

@@ -48,6 +48,9 @@ _COUNTED_BY: dict[str, tuple[str, ...]] = {
     **{TOKENS: (), TOKEN_BYTES: (), UNPACK: COUNTS},
 }
 _RELATIVE_TOLERANCE = 1e-6  # of nats: another machine, or another number of threads, adds in another order
+_ADAPTED_TOLERANCE = 1e-4  # each step of test-time training magnifies that
+_EVALUATION = {"evaluation": "flat", "stride": None, "adapt_rate": 0.0}
+"""{setting of the ledger: its value in ledgers that do not have it}."""
 
 
 def files_besides(
@@ -117,14 +120,14 @@ def budget_problem(ledger: Mapping[str, Any]) -> str | None:
     return f"{total:,} bytes are {excess:,} more than the budget of {budget:,}: {', '.join(could)}."
 
 
-def rescore(folder: Path, mode: str = "flat", stride: int | None = None) -> dict[str, Any]:
+def rescore(folder: Path, mode: str = "flat", stride: int | None = None, adapt_rate: float = 0.0) -> dict[str, Any]:
     """Return what score.py prints: nats, tokens, bytes, bpb, the sha256 of the weights, and the coverage.
 
     The process sees nothing of hfgolf (see run_alone). Raises UserError with the program's own words if it refuses the
     files.
     """
     files = [str((folder / name).resolve()) for name in (SCRIPT, ARTIFACT, TOKENS, TOKEN_BYTES)]
-    options = ["--mode", mode, *(["--stride", str(stride)] if stride else [])]
+    options = ["--mode", mode, *(["--stride", str(stride)] if stride else []), "--adapt_rate", str(adapt_rate)]
     try:
         figures: dict[str, Any] = json.loads(run_alone([*files, *options], folder))
     except ValueError as error:
@@ -151,17 +154,19 @@ def run_alone(command: Sequence[str], folder: Path) -> str:
 
 
 def rescore_folder(
-    folder: Path, mode: str | None = None, stride: int | None = None, raw_files: Sequence[str] = ()
+    folder: Path, raw_files: Sequence[str] = (), evaluation: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[str]]:
     """Score an exported folder again; return the figures, and how it differs from its ledger.
 
-    mode, stride: of the evaluation; None: those of the ledger, whose score must then come out again. Nothing of the
-    folder is believed: score.py is run only if it is the program that hfgolf writes for the artifact, which files count
-    is not the ledger's choice, and the text is what the tokens decode to. If something differs, nothing is scored, and
-    the figures are empty.
+    Nothing of the folder is believed: score.py is run only if it is the program that hfgolf writes for the artifact,
+    which files count is not the ledger's choice, and the text is what the tokens decode to. If something differs,
+    nothing is scored, and the figures are empty.
 
     raw_files: the raw text (paths, globs or URLs), of which tokens, bytes and certificate must be. Without, they need
     only agree with each other: then the text is the folder's own word.
+
+    evaluation: {"evaluation", "stride", "adapt_rate"} to score by; what is not there, or None, is that of the ledger,
+    whose score must come out again if all three are.
 
     Raises UserError if there is no ledger, or files cannot be read.
     """
@@ -185,17 +190,16 @@ def rescore_folder(
     problems += [problem] if problem else []
     if problems:
         return {}, problems
-    settings = {name: told["settings"][name] for name in ("mode", "stride")}
-    if mode is None:
-        mode, stride = settings["mode"], stride or settings["stride"]
-    figures = rescore(folder, mode, stride)
+    settings = {name: told["settings"].get(name, default) for name, default in _EVALUATION.items()}
+    used = settings | {name: value for name, value in (evaluation or {}).items() if value is not None}
+    figures = rescore(folder, *used.values())
     if figures["sha256"] != told["weights_sha256"]:
         problems.append(f"{folder / ARTIFACT} decodes to other weights than the ledger states.")
-    if {"mode": mode, "stride": stride} == settings:
+    if used == settings:
         problems += [
             f"The score is {figures[name]} {name}, but the ledger states {told['after'].get(name)}."
             for name in ("nats", "tokens", "bytes", "bpb")
-            if not _is_close(figures[name], told["after"].get(name))
+            if not _is_close(figures[name], told["after"].get(name), bool(settings["adapt_rate"]))
         ]
     counted_bytes = ledger["totals"][told["count"]]
     figures |= {
@@ -206,8 +210,9 @@ def rescore_folder(
     return figures, problems
 
 
-def _is_close(found: float, told: Any) -> bool:
-    return isinstance(told, int | float) and math.isclose(found, told, rel_tol=_RELATIVE_TOLERANCE)
+def _is_close(found: float, told: Any, is_adapted: bool) -> bool:
+    tolerance = _ADAPTED_TOLERANCE if is_adapted else _RELATIVE_TOLERANCE
+    return isinstance(told, int | float) and math.isclose(found, told, rel_tol=tolerance)
 
 
 def _read_told(folder: Path) -> dict[str, Any]:
@@ -215,14 +220,16 @@ def _read_told(folder: Path) -> dict[str, Any]:
     told = read_json(folder / LEDGER)
     try:
         counted = {entry["name"]: tuple(entry["counted_by"]) for entry in told["files"]}
-        stride = told["settings"]["stride"]
+        mode, stride, rate = (told["settings"].get(name, default) for name, default in _EVALUATION.items())
         is_valid = (
             told["count"] in COUNTS
             and type(told["budget_bytes"]) is int
             and isinstance(told["after"]["nats"], float)
             and isinstance(told["weights_sha256"], str)
-            and told["settings"]["mode"] in MODES
+            and mode in MODES
             and (stride is None or 0 < stride <= 2**24)
+            and isinstance(rate, int | float)
+            and 0 <= rate < 1
             and len(counted) == len(told["files"])
             and all(isinstance(entry["bytes"], int) and isinstance(entry["sha256"], str) for entry in told["files"])
             and all(Path(name).name == name and not name.startswith(".") for name in counted)

@@ -17,6 +17,7 @@ import torch
 
 from hfgolf.evaluate.windows import MODES, Plan, plan_windows, score, sum_nats
 from hfgolf.golf.decoder import read_config, read_tensors, weights_of, weights_sha256
+from hfgolf.golf.learner import score_and_learn
 from hfgolf.model.layers_golf import GolfNetwork
 
 LOGITS_PER_BATCH = 2**21  # with 8 times as many, the system spends as long on pages of memory as the model computes
@@ -50,9 +51,11 @@ def evaluate(
     token_bytes: np.ndarray,
     mode: str = "flat",
     stride: int | None = None,
+    adapt_rate: float = 0.0,
 ) -> dict[str, Any]:
     """Return nats, tokens, bytes, bits per byte and the coverage of a model on a stream of tokens, in fp32.
 
+    adapt_rate: learn from each window once it is scored, at this rate, from 0 on; the weights are as before afterwards.
     Raises ValueError for arguments that allow no score.
     """
     if len(tokens) != len(token_bytes) or tokens.max(initial=0) >= config.vocab_size:
@@ -61,7 +64,10 @@ def evaluate(
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model.to(device)
     batch_size = max(1, LOGITS_PER_BATCH // (plan.length * config.vocab_size))
-    nats = score(lambda ids, labels: sum_nats(model(ids), labels), tokens.__getitem__, plan, batch_size, device)
+    if adapt_rate:
+        nats = score_and_learn(model, tokens, plan, adapt_rate)
+    else:
+        nats = score(lambda ids, labels: sum_nats(model(ids), labels), tokens.__getitem__, plan, batch_size, device)
     num_bytes = int(token_bytes[plan.targets()].sum(dtype=np.int64))
     figures = {"nats": nats, "tokens": plan.num_scored, "bytes": num_bytes, "bpb": nats / math.log(2) / num_bytes}
     return figures | plan.coverage()
@@ -74,13 +80,14 @@ def main(defaults: dict[str, Any]) -> None:
     parser.add_argument("bytes", help="uint16 for each token: the bytes of text that it stands for")
     parser.add_argument("--mode", choices=MODES, default="flat")
     parser.add_argument("--stride", type=int)
+    parser.add_argument("--adapt_rate", type=float, default=0.0)
     arguments = parser.parse_args()
     try:
         with open(arguments.artifact, "rb") as file:
             config, model, sha256 = load_model(file.read(), defaults)
         tokens = np.fromfile(arguments.tokens, "<u2" if config.vocab_size <= 2**16 else "<u4")
         token_bytes = np.fromfile(arguments.bytes, "<u2")
-        figures = evaluate(model, config, tokens, token_bytes, arguments.mode, arguments.stride)
+        figures = evaluate(model, config, tokens, token_bytes, arguments.mode, arguments.stride, arguments.adapt_rate)
     except Exception as error:  # a damaged artifact whose CRC is right raises anything
         sys.exit(f"error: {arguments.artifact}: {error}")
     print(json.dumps(figures | {"sha256": sha256}))

@@ -38,6 +38,7 @@ SOURCES = (
     "golf/grid.py",
     "golf/decoder.py",
     "model/layers_golf.py",
+    "golf/learner.py",
     "golf/program.py",
     "golf/unpack.py",
     "golf/exact.py",

@@ -309,7 +309,9 @@ BROKEN = "ledger.json is missing or broken; name a folder that `hfgolf golf expo
         (forge_ledger(lambda told: told["files"].append(told["files"][0])), BROKEN),
         (forge_ledger(lambda told: told.update(count="nothing")), BROKEN),
         (forge_ledger(lambda told: told.update(budget_bytes="22000")), BROKEN),
-        (forge_ledger(lambda told: told["settings"].update(mode="-c")), BROKEN),
+        (forge_ledger(lambda told: told["settings"].update(evaluation="-c")), BROKEN),
+        (forge_ledger(lambda told: told["settings"].update(adapt_rate="1")), BROKEN),
+        (forge_ledger(lambda told: told["settings"].update(adapt_rate=2)), BROKEN),
         (forge_ledger(lambda told: told["settings"].update(stride="1")), BROKEN),
         (forge_ledger(lambda told: told["after"].update(nats="low")), BROKEN),
         (forge_ledger(lambda told: told.update(files={})), BROKEN),
@@ -420,10 +422,11 @@ def test_a_folder_that_agrees_with_itself_is_refused_beside_the_raw_text(
 def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path, run_script):
     output = tmp_path / "small"
     options = ["--output", output, "--budget_bytes", "60000", "--count", "everything", "--method", "nearest"]
-    options += ["--mode", "sliding", "--stride", "16", "--column_steps", "--skip_before"]
+    options += ["--evaluation", "sliding", "--stride", "16", "--adapt_rate", "1e-3", "--column_steps", "--skip_before"]
     ended = run_script("golf_export.py", "--run", trained, *options)
     assert ended.status == 0, ended.err
-    for line in ("Certificate holds", "bits per byte", "sliding, stride 16", "SDClip", "artifact.bin"):
+    windows = "sliding, stride 16, adapting at a rate of 0.001"
+    for line in ("Certificate holds", "bits per byte", windows, "SDClip", "artifact.bin"):
         assert line in ended.out
     assert re.search(r"coding 1: D .*bytes", ended.err), "progress"
     ledger = json.loads((output / "ledger.json").read_text())
@@ -432,7 +435,11 @@ def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path
     assert ledger["before"] is None and "score before" not in ended.err and "before" not in ended.out
     assert "before rounding" not in (output / "model" / "README.md").read_text()
     assert ledger["settings"]["method"] == "nearest" and ledger["settings"]["calibration_tokens"] == 512
-    flat = run_script("golf_score.py", output, "--mode", "flat")
+    again = run_script("golf_score.py", output)
+    assert again.status == 0 and f"{ledger['after']['bpb']:.4f}" in again.out, "by the ledger's settings"
+    plain = run_script("golf_score.py", output, "--adapt_rate", 0, "--json")
+    assert json.loads(plain.out)["bpb"] != pytest.approx(ledger["after"]["bpb"], rel=1e-4)
+    flat = run_script("golf_score.py", output, "--evaluation", "flat")
     assert (
         flat.status == 0 and "evaluation     flat" in flat.out and f"{ledger['after']['tokens']:,} tokens" in flat.out
     )
