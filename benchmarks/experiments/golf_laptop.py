@@ -4,9 +4,9 @@
     python benchmarks/experiments/golf_laptop.py --runs runs/experiments/golf_laptop/*
     python benchmarks/experiments/golf_laptop.py --runs runs/experiments/golf_laptop_plain/* --plain
 
-Exports each run that has no export of this budget, and tells its score by the run's evaluation and by others. With --plain, the runs are packed
-without hfgolf's methods instead: int8 rows and zlib 9, fp16 and xz, bf16 as it is. Their program, tokenizer and config
-count as they do for an export.
+Exports each run that has no export of this budget, and tells its score by the run's evaluation and by others. With
+--plain, the runs are packed without hfgolf's methods instead: int8 rows and zlib 9, fp16 and xz, bf16 as it is. Their
+program, tokenizer and config count as they do for an export.
 """
 
 from __future__ import annotations

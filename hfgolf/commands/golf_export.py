@@ -74,6 +74,8 @@ def main() -> Answer:
             texts = arguments.files, arguments.calibration_files, arguments.text_column
             found = model_source(model, *texts, Path(cache))
         stated = {name: getattr(arguments, name) for name in _OF_THE_CONFIG if getattr(arguments, name) is not None}
+        if stated.get("evaluation") == "flat":
+            stated.setdefault("stride", None)  # that of the config is of its own evaluation
         golf = found.golf.replace(**stated)
         if golf.budget_bytes is None:
             raise UserError("--budget_bytes is missing, and the run's config has no golf.budget_bytes; state one.")

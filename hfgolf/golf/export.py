@@ -31,6 +31,7 @@ from hfgolf.golf.ledger import (
     ARTIFACT,
     CERTIFICATE,
     COUNTS,
+    EVALUATION,
     LEDGER,
     TOKEN_BYTES,
     TOKENS,
@@ -152,6 +153,7 @@ def _export(
         quantized, encoded = fill(weights, curvature, encode, progress=say, **options, **budget)
     write_bytes(partial / ARTIFACT, encoded.data)
     with timed("score of the files"):
+        decoded: nn.Module = network
         if coding:
             state = unpacked(partial)
             model.load_state_dict(state)
@@ -162,6 +164,8 @@ def _export(
             state = decoded.state_dict()
             model.load_state_dict(state, strict=False)
             after = rescore(partial, *windows)
+        # of the model as anybody loads it
+        plain = after if windows == (*EVALUATION.values(),) else evaluate(decoded, shape, tokens, token_bytes)
     found = {name: stored(coding.layers[name] if coding else None, state[name]) for name in quantized.tensors}
     ledger = read_ledger({partial / ARTIFACT: COUNTS} | files, golf.count, golf.budget_bytes or 0)
     expected = {"tokens": plan.num_scored, "bytes": certificate.facts["scored_bytes"], "sha256": sha256}
@@ -176,9 +180,9 @@ def _export(
     if coding and (kept := coding.kept(quantized.tensors, encoded)):
         said = ", ".join(f"{name} ({num_bytes:,} bytes)" for name, num_bytes in kept.items())
         quantized.findings.append(f"Kept at 8 significant bits, because what it does could not be seen: {said}.")
-    loss = after["nats"] / after["tokens"]
-    figures = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0)), "val_bits_per_byte": after["bpb"]}
-    figures |= {"val_tokens": after["tokens"], "val_bytes": after["bytes"], "model": str(folder / "model")}
+    loss = plain["nats"] / plain["tokens"]
+    figures = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0)), "val_bits_per_byte": plain["bpb"]}
+    figures |= {"val_tokens": plain["tokens"], "val_bytes": plain["bytes"], "model": str(folder / "model")}
     export_model(model, source.tokenizer, partial / "model", with_golf_size(source.card(figures), ledger))
     return Exported(folder, certificate, quantized, data, ledger, problems)
 

@@ -49,8 +49,8 @@ _COUNTED_BY: dict[str, tuple[str, ...]] = {
 }
 _RELATIVE_TOLERANCE = 1e-6  # of nats: another machine, or another number of threads, adds in another order
 _ADAPTED_TOLERANCE = 1e-4  # each step of test-time training magnifies that
-_EVALUATION = {"evaluation": "flat", "stride": None, "adapt_rate": 0.0}
-"""{setting of the ledger: its value in ledgers that do not have it}."""
+EVALUATION = {"evaluation": "flat", "stride": None, "adapt_rate": 0.0}
+"""{setting of the golf section: its default, also in ledgers that do not have it}."""
 
 
 def files_besides(
@@ -190,7 +190,7 @@ def rescore_folder(
     problems += [problem] if problem else []
     if problems:
         return {}, problems
-    settings = {name: told["settings"].get(name, default) for name, default in _EVALUATION.items()}
+    settings = {name: told["settings"].get(name, default) for name, default in EVALUATION.items()}
     used = settings | {name: value for name, value in (evaluation or {}).items() if value is not None}
     figures = rescore(folder, *used.values())
     if figures["sha256"] != told["weights_sha256"]:
@@ -220,7 +220,7 @@ def _read_told(folder: Path) -> dict[str, Any]:
     told = read_json(folder / LEDGER)
     try:
         counted = {entry["name"]: tuple(entry["counted_by"]) for entry in told["files"]}
-        mode, stride, rate = (told["settings"].get(name, default) for name, default in _EVALUATION.items())
+        mode, stride, rate = (told["settings"].get(name, default) for name, default in EVALUATION.items())
         is_valid = (
             told["count"] in COUNTS
             and type(told["budget_bytes"]) is int
