@@ -18,6 +18,7 @@ from datasets import Dataset
 from hfgolf.config.parse import KEY_TYPES
 from hfgolf.config.sections import OptimSection, RunConfig, ScheduleSection, TokenizerSection
 from hfgolf.data.tokenizer import build_tokenizer
+from hfgolf.evaluate.windows import plan_windows
 from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.quantize import allocate, plan_steps
 from hfgolf.model.configuration_golf import _CHOICES, GolfConfig
@@ -109,6 +110,7 @@ OUTCOMES: dict[str, Callable[[Any], Any]] = {
     "tokenizer.kind": tokenizer,
     "golf.allocation": quantized("allocation"),
     "golf.method": quantized("method"),
+    "golf.evaluation": lambda name: plan_windows(name, 12, 4, 2, np.array([5])).windows.tolist(),
 } | {f"model.{field}": of_model(field) for field in _CHOICES}
 # What only reads its name once, or is checked by its own tests; the config itself refuses unknown names for all.
 ELSEWHERE = {"data.source", "data.split", "data.order", "train.mixed_precision", "train.resume_with_other"}
