@@ -66,5 +66,5 @@ def test_a_budget_that_not_even_zeros_fit_ends_the_run_before_its_first_step(run
 
 
 def test_a_budget_that_only_zeros_fit_ends_the_run_at_its_first_grid(run, tiny_run):
-    with pytest.raises(UserError, match=r"^budget_bytes: 7,562 is too small: with the coarsest steps the model still"):
-        run(tiny_run(**QAT | {"golf__budget_bytes": 7_600}))
+    with pytest.raises(UserError, match=r"^budget_bytes: 8,557 is too small: with the coarsest steps the model still"):
+        run(tiny_run(**QAT | {"golf__budget_bytes": 8_600}))
