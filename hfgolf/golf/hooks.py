@@ -40,7 +40,7 @@ TOLERATED_NATS = 0.01
 GRIDS = 10
 """A new grid for each tenth of the rounded part. To choose one takes about as long as it takes an export; the last one
 stays, so that what is exported trained on the grid it is on."""
-AIM = 0.995  # of the budget: after the grid is frozen, the integers still change a little
+RESERVE = 0.005  # of the budget: after the grid is frozen, the integers still change a little
 
 
 class SizeForecast(Hook):
@@ -127,7 +127,7 @@ class QuantizationAwareTraining(Hook):
         """Raise UserError under FSDP, or if not even zeros fit the budget."""
         if run.accelerator.distributed_type == DistributedType.FSDP:
             raise UserError("golf.qat_fraction: FSDP shards the matrices that it would round; use DDP, or set it to 0.")
-        require_room(matrices(run.golf_model), budget_bytes=_budget(run), **_sizes(run))
+        require_room(matrices(run.golf_model), **_budget(run))
 
     def before_step(self, run: Run, expected_steps: float) -> None:
         """Choose, renew or freeze the grid, if it is time. Raises UserError if no grid fits."""
@@ -224,8 +224,12 @@ def _curvature(run: Run) -> dict[str, Curvature]:
     )
 
 
-def _budget(run: Run) -> int:
-    return int(AIM * (run.config.golf.budget_bytes or 0))  # golf.qat_fraction asks for one
+def _budget(run: Run) -> dict[str, Any]:
+    """Return budget_bytes, overhead_bytes with the RESERVE, and size_of, as quantize_model takes them."""
+    budget_bytes = run.config.golf.budget_bytes or 0  # golf.qat_fraction asks for one
+    sizes = _sizes(run)
+    sizes["overhead_bytes"] += int(RESERVE * budget_bytes)
+    return {"budget_bytes": budget_bytes} | sizes
 
 
 def _sizes(run: Run) -> dict[str, Any]:
@@ -245,13 +249,13 @@ def _choose(run: Run) -> tuple[dict[str, str] | None, str | None]:
             quantized = quantize_model(
                 matrices(model),
                 _curvature(run),
-                budget_bytes=_budget(run),
                 method="nearest",
                 allocation=golf.allocation,
-                **_sizes(run),
+                **_budget(run),
             )
     except UserError as error:
         return None, str(error)
     name = "step %d: rounding %d matrices to a grid of %s bytes, D %.4g"
-    logger.info(name, run.state.step, len(quantized.tensors), f"{quantized.size_bytes:,}", quantized.scale)
+    size = quantized.size_bytes - int(RESERVE * (golf.budget_bytes or 0))
+    logger.info(name, run.state.step, len(quantized.tensors), f"{size:,}", quantized.scale)
     return packed_codes({name: one.row_codes for name, one in quantized.tensors.items()}), None
