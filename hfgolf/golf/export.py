@@ -118,6 +118,12 @@ def _export(
         yield
         seconds[step] = time.perf_counter() - begun_at
 
+    def score(one: nn.Module) -> dict[str, Any]:
+        try:
+            return evaluate(one, shape, tokens, token_bytes, *windows)
+        except ValueError as error:
+            raise UserError(f"--adapt_rate: {error}.") from None
+
     shape = _shape(source)
     with timed("certificate"):
         try:
@@ -145,7 +151,7 @@ def _export(
         with timed("score before"):
             if coding is None:  # a tied head is not among the tensors of score.py
                 network.load_state_dict(model.state_dict(), strict=False)
-            before = evaluate(network, shape, tokens, token_bytes, *windows)
+            before = score(network)
     with timed("curvature"):
         curvature = curvature_of(source, golf.calibration_tokens)
     with timed("rounding and coding"):
@@ -158,7 +164,7 @@ def _export(
             state = unpacked(partial)
             model.load_state_dict(state)
             sha256 = state_sha256(state)
-            after = evaluate(network, shape, tokens, token_bytes, *windows) | {"sha256": sha256}
+            after = score(network) | {"sha256": sha256}
         else:
             _, decoded, sha256 = load_model(encoded.data, model.config.to_dict())
             state = decoded.state_dict()
