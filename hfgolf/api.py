@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hfgolf.config.parse import ResolvedConfig, as_resolved, find_config, load_config, read_yaml, shipped_base
+from hfgolf.config.parse import ResolvedConfig, as_resolved, find_config, load_config, read_yaml, base_for
 from hfgolf.config.sections import DataSection, RunConfig
 from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.files import require_paths, train_and_validation
@@ -212,7 +212,7 @@ def _resolve(
     base = None
     arguments = [f"./{text}" if text.startswith("-") else text for text in texts]
     if config is None:
-        base = shipped_base(stated)
+        base = base_for(stated)
     elif isinstance(config, RunConfig | ResolvedConfig):
         base = as_resolved(config)
     else:

@@ -65,6 +65,7 @@ _RULES = {
     "optim.name": Change.FIXED,  # optimizers have different states
     "schedule.": Change.REPORTED,
     "train.": Change.REPORTED,
+    "train.distill_from": Change.FIXED,
     "train.resume": Change.FREE,
     "train.resume_with_other": Change.FREE,
     "train.cpu_threads": Change.FREE,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import json
 import logging
 import os
 import re
@@ -49,7 +50,8 @@ from hfgolf.system.wording import close_match, join_words, nearest, shortened
 logger = logging.getLogger(__name__)
 
 _FLAGS = ("-h", "--help", "--print_config")
-_SHORT = {"--minutes": "--train.max_minutes"}
+DISTILL_FROM = "train.distill_from"
+_SHORT = {"--minutes": "--train.max_minutes", "--distill_from": f"--{DISTILL_FROM}"}
 AUTOPILOT = (
     "tokenizer.kind",
     "tokenizer.vocab_size",
@@ -142,7 +144,7 @@ def load_config(
 
     The arguments win over the file, in whatever order they come, and the file wins over `base`. Of a key stated twice,
     the last value counts. `--model.overrides.NAME value` sets one field and leaves the others. Texts (files, folders,
-    globs, URLs) are data.files; with neither a config nor a base, they begin with `shipped_base`.
+    globs, URLs) are data.files; with neither a config nor a base, they begin with `base_for`.
 
     argv: the arguments, or the path or name of a config; None: the arguments of the process. `--help` and
     `--print_config` print and exit with status 0. where: what error messages call the arguments. needs_limit: whether
@@ -173,8 +175,8 @@ def load_config(
         raise UserError(f"{where}: --dollars and train.max_minutes both say how long to train; state one of them.")
     if dollars is not None:
         stated["train.max_minutes"] = _minutes(dollars, (from_file | stated).get("run.price_per_hour"))
-    if texts and base is None and path is None:
-        base = shipped_base(stated, may_choose)
+    if (texts or stated.get(DISTILL_FROM)) and base is None and path is None:
+        base = base_for(stated, may_choose)
     below, sources = ({}, {}) if base is None else (base.stated(), dict(base.sources))
     if base and texts:
         below["run.name"] = text_name(texts)
@@ -290,8 +292,10 @@ def _minutes(dollars: str, price_per_hour: object) -> float:
     return 60 * value / price_per_hour
 
 
-def shipped_base(stated: Mapping[str, Any], may_choose: bool = True) -> ResolvedConfig:
+def base_for(stated: Mapping[str, Any], may_choose: bool = True) -> ResolvedConfig:
     """Return what begins without a config: small, or finetune for weights that exist, without their examples.
+
+    With train.distill_from, it is the config of the first of these runs, whose steps it repeats.
 
     stated: what a person states beside it. With train.max_minutes, the values of AUTOPILOT are open if they may be
     chosen, unless it states a key of _MEASURED with another value: then one line says that the minutes choose nothing.
@@ -299,6 +303,8 @@ def shipped_base(stated: Mapping[str, Any], may_choose: bool = True) -> Resolved
     short. Of small, they are its prompt, and its tokenizer, whose size depends on the text; a run that has another
     tokenizer keeps it. Of both, that they evaluate all of their small texts at the end.
     """
+    if teachers := stated.get(DISTILL_FROM):
+        return _like(as_list(teachers)[0])
     starts_elsewhere = stated.get("model.init_from") is not None
     name = "finetune" if starts_elsewhere else "small"
     has_minutes = stated.get("train.max_minutes") is not None
@@ -320,6 +326,21 @@ def shipped_base(stated: Mapping[str, Any], may_choose: bool = True) -> Resolved
         del sources["train.max_steps"]
     open_keys = AUTOPILOT if has_minutes and may_choose and not unknown else ["tokenizer.kind"]
     return ResolvedConfig(shipped.config, sources | dict.fromkeys(open_keys, "auto"))
+
+
+def _like(folder: str) -> ResolvedConfig:
+    """Return the config of a complete run, for another one like it of as many steps."""
+    run = Path(folder).expanduser()
+    try:
+        steps = json.loads((run / "summary.json").read_bytes())["steps"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise UserError(f"{DISTILL_FROM}: {folder} is not a complete run; name folders such as runs/small.") from None
+    before = load_config([f"--config={run / 'config.yaml'}"])
+    others = ("run.name", "train.max_", "train.resume", "hub.", DISTILL_FROM)
+    kept = [key for key in before.sources if not key.startswith(others) or key == "train.max_grad_norm"]
+    return ResolvedConfig(
+        before.config.replace(train__max_steps=steps), dict.fromkeys([*kept, "train.max_steps"], DISTILL_FROM)
+    )
 
 
 def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConfig:
@@ -438,7 +459,7 @@ def one_token_per_option(arguments: Sequence[str]) -> list[str]:
 
 
 def is_option(argument: str) -> bool:
-    """Return whether an argument is an option of a config: --config, --minutes, --dollars or --section.key."""
+    """Return whether an argument is an option of a config: --section.key, --config, --dollars or one of _SHORT."""
     name = argument.partition("=")[0]
     return name in ("--config", "--dollars", *_SHORT) or (name.startswith("--") and "." in name)
 

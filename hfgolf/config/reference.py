@@ -91,6 +91,7 @@ def print_help(description: str) -> None:
         "--minutes", metavar="N", help="train.max_minutes; of a text without a config, it chooses what nobody states"
     )
     parser.add_argument("--dollars", metavar="N", help="the minutes that they pay for at run.price_per_hour")
+    parser.add_argument("--distill_from", nargs="+", metavar="RUN", help="train.distill_from, which says what begins")
     parser.add_argument("--print_config", action="store_true", help="print the config with its sources, and exit")
     for section, config in SECTIONS.items():
         group = parser.add_argument_group(section, config.__doc__)

@@ -18,6 +18,10 @@ def model_hooks(config: RunConfig) -> list[Hook]:
         from hfgolf.golf.hooks import QuantizationAwareTraining
 
         hooks.append(QuantizationAwareTraining())
+    if config.train.distill_from:
+        from hfgolf.hooks.distillation import Distillation
+
+        hooks.append(Distillation(config.train.distill_from))
     return hooks
 
 

@@ -10,7 +10,7 @@ import time
 import pytest
 from faults import train_on_two
 
-from hfgolf.config.parse import AUTOPILOT, _say_once, load_config, shipped_base
+from hfgolf.config.parse import AUTOPILOT, _say_once, load_config, base_for
 from hfgolf.run.folder import run_folder
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import autopilot
@@ -109,9 +109,9 @@ def test_heads_that_no_width_has_are_refused_in_one_line(text, hfgolf):
 )
 def test_what_the_law_does_not_know_keeps_the_shape_of_small(stated, caplog):
     minutes = {"train.max_minutes": 3}
-    assert shipped_base(minutes).is_open and not caplog.text
+    assert base_for(minutes).is_open and not caplog.text
     _say_once.cache_clear()
-    base = shipped_base(minutes | stated)
+    base = base_for(minutes | stated)
     assert f"only limits this run: shape and rates are not chosen with {next(iter(stated))} " in caplog.text
     assert not base.is_open and base.sources["model.hidden_size"] == "small"
     assert "train.max_steps" not in base.sources

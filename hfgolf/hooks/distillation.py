@@ -1,0 +1,148 @@
+"""Distillation: a model learns from the text and from what models of other runs say of each next token.
+
+Several runs that differ only in their seeds know more together than each of them. Where a text is read many times, a
+model of the same size can learn from their mean what it does not learn from the text (Hinton et al. 2015, "Distilling
+the Knowledge in a Neural Network", arXiv 1503.02531, section 2; benchmarks/learning/distill.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedTokenizerFast
+
+from hfgolf.checkpoint.identity import text_changes
+from hfgolf.config.parse import DISTILL_FROM
+from hfgolf.data.tokenizer import tokenizer_sha256
+from hfgolf.model.causal_blocks import choose_attention
+from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.layers_golf import cap_logits
+from hfgolf.model.modeling_golf import IGNORE_INDEX, GolfForCausalLM, default_chunk_elements
+from hfgolf.publish.load import load_exported
+from hfgolf.run.folder import RunFolder
+from hfgolf.run.record import read_json
+from hfgolf.system.errors import UserError
+from hfgolf.system.wording import join_words, labeled
+from hfgolf.train.hooks import Hook
+from hfgolf.train.init_from import weights_sha256
+from hfgolf.train.process import processes
+
+if TYPE_CHECKING:
+    from hfgolf.train.run import Run
+
+logger = logging.getLogger(__name__)
+
+SHARE = 0.5
+"""Of the loss. 0.8 was as good (benchmarks/learning/distill.jsonl)."""
+
+
+class Distillation(Hook):
+    """Makes SHARE of the training loss the cross-entropy to the mean of what the models of other runs say."""
+
+    def __init__(self, folders: Sequence[str]) -> None:
+        """Load the models. Raises UserError for what is not a complete run of a Golf model."""
+        self._folders = [RunFolder(Path(folder).expanduser()) for folder in folders]
+        self._teachers, tokenizers = zip(*map(_load, self._folders), strict=True)
+        self._tokenizers = [tokenizer_sha256(tokenizer) for tokenizer in tokenizers]
+        self._sha256 = [*map(weights_sha256, self._teachers)]
+        self._sha256_before: list[str] = []
+
+    def start(self, run: Run) -> None:
+        """Raise UserError if the models are not of this text and tokenizer, or not those that the run began with."""
+        if run.is_sharded or not isinstance(run.raw_model, GolfForCausalLM):
+            raise UserError(f"{DISTILL_FROM}: only a golf model learns from others, and not under FSDP2; leave it out.")
+        if isinstance(run.raw_model.cross_entropy, DistillationLoss):  # after a rollback
+            return
+        if self._sha256_before not in ([], self._sha256):
+            raise UserError(
+                f"{DISTILL_FROM}: the run began with other weights; restore them, or choose another --run.name."
+            )
+        corpus = run.checkpoints.identity["corpus"]
+        for folder, tokenizer in zip(self._folders, self._tokenizers, strict=True):
+            if changes := text_changes(read_json(folder.metadata).get("corpus") or {}, corpus):
+                raise UserError(
+                    f"{DISTILL_FROM}: {folder.path} was trained on other text ({join_words(changes)}), so it may know what this"
+                    " run is evaluated on; name runs on the same text with the same split."
+                )
+            if tokenizer != run.tokens.tokenizer_sha256:
+                raise UserError(f"{DISTILL_FROM}: {folder.path} has another tokenizer; state that of its config.yaml.")
+        device, config = run.accelerator.device, run.config
+        for teacher in self._teachers:
+            choose_attention(teacher.to(device), device, config.train.mixed_precision, config.batch.sequence_length)
+        run.raw_model.cross_entropy = DistillationLoss(run.raw_model, self._teachers)
+        names = join_words([str(folder.path) for folder in self._folders])
+        logger.info("%s", labeled("teachers", f"{names}; {SHARE:.0%} of the loss is what they say of each next token"))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"sha256": self._sha256}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._sha256_before = state.get("sha256", [])
+
+
+def _load(folder: RunFolder) -> tuple[GolfForCausalLM, PreTrainedTokenizerFast]:
+    if not folder.summary.is_file():
+        raise UserError(f"{DISTILL_FROM}: {folder.path} is not a complete run; name folders such as runs/small.")
+    model, tokenizer = load_exported(str(folder.path))
+    if not isinstance(model, GolfForCausalLM) or not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise UserError(f"{DISTILL_FROM}: {folder.path} holds a {type(model).__name__}; a golf model is needed.")
+    return model.to(processes().device).float().requires_grad_(False), tokenizer
+
+
+class DistillationLoss(nn.Module):
+    """The loss of a model with teachers: in training with SHARE of what they say, in evaluation without."""
+
+    def __init__(self, model: GolfForCausalLM, teachers: Sequence[GolfForCausalLM]) -> None:
+        super().__init__()
+        self.plain = model.cross_entropy
+        self._config: GolfConfig = model.config
+        self._teachers = tuple(teachers)  # of which a module would save the weights
+        self._input_ids: Tensor | None = None
+        model.register_forward_pre_hook(self._keep_ids, with_kwargs=True)
+
+    def _keep_ids(self, model: nn.Module, arguments: tuple[Any, ...], named: dict[str, Any]) -> None:
+        self._input_ids = named.get("input_ids", arguments[0] if arguments else None)
+
+    def forward(self, hidden: Tensor, weight: Tensor, targets: Tensor, *settings: Any) -> Tensor:
+        """Return the loss, summed over targets in nats. Arguments as of `chunked_cross_entropy`."""
+        if not self.training:
+            nats: Tensor = self.plain(hidden, weight, targets, *settings)
+            return nats
+        return self._with_teachers(hidden, weight, targets, settings[-1])
+
+    @torch.compiler.disable
+    def _with_teachers(self, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_elements: int | None) -> Tensor:
+        """Sum over chunks of rows, whose logits the backward pass computes again, so that those of all never exist."""
+        with torch.no_grad():
+            said = [last_hidden(teacher, self._input_ids).flatten(0, 1) for teacher in self._teachers]
+        rows = max(1, (chunk_elements or default_chunk_elements(hidden.device.type)) // weight.shape[0])
+        nats = torch.zeros((), device=hidden.device)
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            of_part = (hidden[part], weight, targets[part], [each[part] for each in said])
+            nats = nats + checkpoint(self._chunk, *of_part, use_reentrant=False)
+        return nats
+
+    def _chunk(self, hidden: Tensor, weight: Tensor, targets: Tensor, said: Sequence[Tensor]) -> Tensor:
+        with torch.no_grad():
+            mean = torch.zeros((), device=hidden.device)
+            for teacher, each in zip(self._teachers, said, strict=True):
+                logits = cap_logits(F.linear(each, teacher.lm_head.weight).float(), teacher.config)
+                mean = mean + logits.softmax(-1) / len(said)
+        logarithms = cap_logits(F.linear(hidden, weight).float(), self._config).log_softmax(-1)
+        counted = targets != IGNORE_INDEX
+        plain = F.nll_loss(logarithms, targets, ignore_index=IGNORE_INDEX, reduction="sum")
+        return (1 - SHARE) * plain - SHARE * ((mean * logarithms).sum(-1) * counted).sum()
+
+
+def last_hidden(model: GolfForCausalLM, input_ids: Tensor | None) -> Tensor:
+    """Return what the head of a model reads: (B, T, size of the embedding)."""
+    hidden: Tensor = model.model(input_ids=input_ids, use_cache=False).last_hidden_state
+    return model.head_proj(hidden) if model.config.embedding_size else hidden

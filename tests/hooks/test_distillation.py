@@ -1,0 +1,156 @@
+"""A run learns from the models of other runs: the loss is what it should be, and nothing unknown may teach."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from faults import before_step, losses
+from tiny_golf import build_model
+from torch import Tensor
+from torch.nn import functional as F
+
+from hfgolf.config.parse import load_config
+from hfgolf.hooks.distillation import SHARE, Distillation, DistillationLoss
+from hfgolf.run.folder import RunFolder
+from hfgolf.system.errors import UserError
+from hfgolf.train import loop
+
+RUNS = ({"run__seed": 1}, {"run__seed": 2})
+
+
+@pytest.fixture
+def teachers(shared_run) -> list[Path]:
+    return [shared_run(**options) for options in RUNS]
+
+
+def test_loss_and_gradients_are_those_of_the_definition():
+    student, *others = (build_model(logit_soft_cap=cap, hidden_size=width) for cap, width in ((8.0, 32), (None, 64)))
+    others += [build_model(logit_soft_cap=5.0, hidden_size=32)]
+    for seed, model in enumerate((student, *others)):
+        generator = torch.Generator().manual_seed(seed)
+        for parameter in model.parameters():
+            parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator)
+    ids = torch.randint(student.config.vocab_size, (3, 16))
+    targets = torch.randint(student.config.vocab_size, (3, 16))
+    targets[0, :5] = -100
+    student.train()
+    logits = student(ids).logits.log_softmax(-1)
+    with torch.no_grad():
+        mean = sum(model.eval()(ids).logits.softmax(-1) for model in others) / 2
+    counted = targets != -100
+    hard = F.cross_entropy(logits[counted], targets[counted])
+    soft = -(mean * logits).sum(-1)[counted].mean()
+    expected = (1 - SHARE) * hard + SHARE * soft
+    expected.backward()
+    gradients = {name: parameter.grad.clone() for name, parameter in student.named_parameters()}
+    student.zero_grad()
+    student.cross_entropy = DistillationLoss(student, others)
+    student.chunk_elements = 7 * student.config.vocab_size  # 48 rows in chunks of 7
+    loss = student.train()(ids, shift_labels=targets).loss
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    for name, parameter in student.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
+    assert all(parameter.grad is None for model in others for parameter in model.parameters())
+    assert not any("teacher" in name for name in student.state_dict())
+    evaluated = student.eval()(ids, shift_labels=targets).loss
+    assert evaluated.item() == pytest.approx(hard.item(), rel=1e-5)  # an evaluation is of the text alone
+
+
+def test_the_command_repeats_the_first_run_and_resumes_to_the_bit(hfgolf, teachers, tmp_path, monkeypatch):
+    command = [
+        "train",
+        "--distill_from",
+        *teachers,
+        f"--run.output_dir={tmp_path}",
+        "--train.resume=auto",
+        "--train.save_every_steps=2",
+    ]
+    said = hfgolf(*command, "--run.name=whole")
+    assert said.status == 0 and "50% of the loss is what they say" in said.out
+    whole = RunFolder(tmp_path / "whole")
+    summary, before = (json.loads((folder / "summary.json").read_text()) for folder in (whole.path, teachers[0]))
+    assert summary["steps"] == before["steps"] and summary["parameters"] == before["parameters"]
+    assert losses(whole.path) != losses(teachers[0])
+    config = load_config([f"--config={whole.config}"]).config
+    assert config.train.distill_from == [*map(str, teachers)] and config.run.seed == RUNS[0]["run__seed"]
+    stop = before_step({3: lambda run: signal.raise_signal(signal.SIGTERM)})
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", stop)
+        assert hfgolf(*command, "--run.name=stopped").status == 128 + signal.SIGTERM
+    assert hfgolf(*command, "--run.name=stopped").status == 0
+    assert losses(tmp_path / "stopped") == losses(whole.path)
+
+
+def test_a_resume_needs_the_models_that_the_run_began_with(hfgolf, teachers, tmp_path, monkeypatch):
+    teacher, other = (Path(shutil.copytree(path, tmp_path / path.name, symlinks=True)) for path in teachers)
+    command = [
+        "train",
+        "--distill_from",
+        teacher,
+        f"--run.output_dir={tmp_path}",
+        "--train.resume=auto",
+        "--run.name=student",
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", before_step({3: lambda run: signal.raise_signal(signal.SIGTERM)}))
+        assert hfgolf(*command).status == 128 + signal.SIGTERM
+    shutil.rmtree(teacher / "model")
+    shutil.copytree(other / "model", teacher / "model", symlinks=True)
+    said = hfgolf(*command)
+    assert said.status == 2 and "the run began with other weights" in said.err
+    said = hfgolf(*command[:2], other, *command[3:])
+    assert said.status == 2 and "train.distill_from" in said.err and "restore these keys" in said.err
+
+
+def change_corpus(folder: Path) -> None:
+    metadata = json.loads((folder / "metadata.json").read_text())
+    metadata["corpus"]["val_fraction"] = 0.3
+    (folder / "metadata.json").write_text(json.dumps(metadata))
+
+
+def test_who_cannot_teach_is_refused(hfgolf, run, tiny_run, shared_run, tmp_path):
+    unknown = hfgolf("train", "--distill_from", tmp_path / "nothing")
+    assert unknown.status == 2 and "nothing is not a complete run; name folders such as runs/small." in unknown.err
+    teacher = shutil.copytree(shared_run(**RUNS[0]), tmp_path / "teacher", symlinks=True)
+    change_corpus(teacher)
+    refused = (
+        ({}, teacher, "was trained on other text"),
+        ({"tokenizer__kind": "char"}, shared_run(**RUNS[0]), "has another tokenizer"),
+        ({"model__architecture": "gpt2"}, shared_run(**RUNS[0]), "only a golf model learns from others"),
+    )
+    for number, (options, folder, message) in enumerate(refused):
+        with pytest.raises(UserError, match=message):
+            run(tiny_run(**options, run__name=f"student{number}", train__distill_from=folder))
+    with pytest.raises(UserError, match="is not a complete run"):
+        Distillation([str(tmp_path / "nothing")])
+
+
+def test_teachers_do_not_break_a_compiled_run(run, tiny_run, teachers, graphs):
+    options: dict[str, Any] = {"train__distill_from": f"[{', '.join(map(str, teachers))}]", "train__max_steps": 3}
+    eager = run(tiny_run(**options, run__name="eager"))
+    compiled = run(tiny_run(**options, run__name="compiled", train__compile="true"))
+    of_warm_up, of_all = graphs()
+    assert of_warm_up == of_all > 0
+    assert losses(compiled) == pytest.approx(losses(eager), rel=1e-5)
+
+
+def test_a_rollback_keeps_one_loss(run, tiny_run, teachers, spoil_gradients):
+    spoiled = spoil_gradients(lambda step: step == 4)
+    run(
+        tiny_run(
+            train__distill_from=f"[{', '.join(map(str, teachers))}]",
+            train__max_skipped_steps=1,
+            train__max_steps=8,
+            train__save_every_steps=2,
+        )
+    )
+    (finished,) = spoiled
+    loss = finished.raw_model.cross_entropy
+    assert finished.state.rollbacks and not isinstance(loss.plain, DistillationLoss)
