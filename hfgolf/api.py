@@ -29,7 +29,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hfgolf.config.parse import ResolvedConfig, as_resolved, find_config, load_config, read_yaml, base_for
+from hfgolf.config.parse import ResolvedConfig, as_resolved, base_for, find_config, load_config, read_yaml
 from hfgolf.config.sections import DataSection, RunConfig
 from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.files import require_paths, train_and_validation

@@ -8,7 +8,7 @@ import dataclasses
 from pathlib import Path
 
 from hfgolf.commands.options import Answer, ScriptParser
-from hfgolf.doctor.doctor import examine
+from hfgolf.doctor.doctor import advice, examine, settings_of
 from hfgolf.doctor.finding import Finding
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import Metrics
@@ -31,7 +31,10 @@ def _describe(run: Path, findings: list[Finding], metrics: Metrics) -> str:
     steps = metrics.rows[-1]["step"] if metrics.rows else metrics.events[-1]["step"]
     sample = ", a sample of the rows" if metrics.is_sampled else ""
     if not findings:
-        return f"{run}: {_well(metrics)} ({count_of(steps, 'step')}{sample})"
+        epochs = metrics.rows[-1].get("epoch") if metrics.rows else None
+        better = advice(run, epochs, settings_of(run))
+        lines = [f"{run}: {_well(metrics)} ({count_of(steps, 'step')}{sample})"]
+        return "\n".join([*lines, *([f"  better {better}"] if better else [])])
     lines = [f"{run}: {count_of(len(findings), 'finding')} ({count_of(steps, 'step')}{sample})"]
     for finding in sorted(findings, key=lambda finding: finding.step):
         lines += [f"\nstep {finding.step}: {finding.symptom}", f"  saw    {finding.saw}"]

@@ -177,9 +177,12 @@ def machine_with(name: str, precision: str | None, processes: int) -> tuple[Mach
     return Machine(device.name, "cuda", processes, peak, free_bytes), precision
 
 
-def assumed_speed(flops: TokenFlops, machine: Machine, recomputes: bool) -> float:
-    """Return the tokens per second at ASSUMED_MFU. recomputes: gradient checkpointing costs extra FLOPs."""
-    each = flops.useful + (flops.recomputation if recomputes else 0)
+def assumed_speed(flops: TokenFlops, machine: Machine, recomputes: bool, teachers: int = 0) -> float:
+    """Return the tokens per second at ASSUMED_MFU.
+
+    recomputes: gradient checkpointing costs extra FLOPs. teachers: models like this one, whose forward passes do, too.
+    """
+    each = (1 + teachers / 3) * flops.useful + (flops.recomputation if recomputes else 0)
     return ASSUMED_MFU * machine.peak_flops / each
 
 

@@ -77,7 +77,8 @@ def main() -> Answer | None:
     with named_by_weights(resolved):
         data = count_tokens(config)
     needs = find_needs(config, meta_model(config, data.vocabulary, machine.device), machine)
-    assumed = assumed_speed(needs.flops, machine, config.model.gradient_checkpointing)
+    recomputes, teachers = config.model.gradient_checkpointing, len(config.train.distill_from)
+    assumed = assumed_speed(needs.flops, machine, recomputes, teachers)
     speed = options.tokens_per_second or (chosen.tokens_per_second if chosen else assumed)
     source = "stated" if options.tokens_per_second else "timed" if chosen else machine.assumed()
     steps, note = planned_steps(config, data, speed)

@@ -6,6 +6,7 @@ Owns that each symptom is reported only once. Measures nothing itself and never 
 from __future__ import annotations
 
 import logging
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hfgolf.doctor import resource_symptoms, symptoms
 from hfgolf.doctor.finding import Finding
 from hfgolf.doctor.history import History, Line
 from hfgolf.run.metrics import Metrics, read_metrics_of
+from hfgolf.system.command import own_command
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
 
@@ -49,20 +51,41 @@ def _identity(symptom: str, step: int) -> tuple[str, int | None]:
     return symptom, step if symptom in (symptoms.SPIKE, symptoms.NORM_SPIKE) else None
 
 
+OFTEN = 4.5
+"""Epochs from which two runs teach a third one well: 0.07 nats per token after 9, benchmarks/learning/distill.jsonl."""
+
+
+def advice(folder: Path, epochs: float | None, settings: Mapping[str, Any]) -> str | None:
+    """Say what makes a healthy run better whose text is short for it; None if it is not.
+
+    epochs: passes over its text. settings: its config.
+    """
+    is_plain = settings["model.architecture"] == "golf" and not settings["data.mixture"]
+    if not is_plain or settings["train.distill_from"] or epochs is None or epochs < OFTEN:
+        return None
+    command = f"{own_command()} train --distill_from {shlex.quote(str(folder))} ANOTHER"
+    return f"the text was read {epochs:.1f} times: with another run that differs in run.seed, teach a third: {command}"
+
+
 def examine(folder: Path) -> tuple[list[Finding], Metrics]:
     """Return the findings and the metrics of a run, which may be training, complete or dead.
 
     Raises UserError if the folder does not exist or its metrics.jsonl has neither row nor event.
     """
     metrics = read_metrics_of(folder)
+    doctor = Doctor(settings_of(folder))
+    lines = [line for line in in_order(metrics) if line.get("event") != "finding"]
+    return [finding for line in lines for finding in doctor.observe(line)], metrics
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """Return the config of a run as {"section.key": value}, with the defaults for what cannot be read."""
     config, settings = folder / "config.yaml", dict[str, Any]()
     try:
         settings = read_settings(config) if config.is_file() else {}
     except UserError as error:  # damaged, or from another version: the rows can still be read
         logger.warning("%s; using the defaults instead", one_line(error))
-    doctor = Doctor(settings)
-    lines = [line for line in in_order(metrics) if line.get("event") != "finding"]
-    return [finding for line in lines for finding in doctor.observe(line)], metrics
+    return RunConfig().flat() | settings
 
 
 def in_order(metrics: Metrics) -> list[Line]:

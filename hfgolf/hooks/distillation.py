@@ -68,15 +68,16 @@ class Distillation(Hook):
         for folder, tokenizer in zip(self._folders, self._tokenizers, strict=True):
             if changes := text_changes(read_json(folder.metadata).get("corpus") or {}, corpus):
                 raise UserError(
-                    f"{DISTILL_FROM}: {folder.path} was trained on other text ({join_words(changes)}), so it may know what this"
-                    " run is evaluated on; name runs on the same text with the same split."
+                    f"{DISTILL_FROM}: {folder.path} was trained on other text ({join_words(changes)}), so it may know"
+                    " what this run is evaluated on; name runs on the same text with the same split."
                 )
             if tokenizer != run.tokens.tokenizer_sha256:
                 raise UserError(f"{DISTILL_FROM}: {folder.path} has another tokenizer; state that of its config.yaml.")
         device, config = run.accelerator.device, run.config
         for teacher in self._teachers:
             choose_attention(teacher.to(device), device, config.train.mixed_precision, config.batch.sequence_length)
-        run.raw_model.cross_entropy = DistillationLoss(run.raw_model, self._teachers)
+        loss: Any = DistillationLoss(run.raw_model, self._teachers)
+        run.raw_model.cross_entropy = loss
         names = join_words([str(folder.path) for folder in self._folders])
         logger.info("%s", labeled("teachers", f"{names}; {SHARE:.0%} of the loss is what they say of each next token"))
 

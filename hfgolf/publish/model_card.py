@@ -27,7 +27,7 @@ from hfgolf.run.provenance import package_version
 from hfgolf.run.record import row_seconds
 from hfgolf.system.durable import write_text
 from hfgolf.system.redact import redact
-from hfgolf.system.wording import describe_overlap, dollars, duration, join_words
+from hfgolf.system.wording import count_of, describe_overlap, dollars, duration, join_words
 
 _TEMPLATE = Path(__file__).with_name("model_card.md")
 _USAGE = Path(__file__).with_name("usage.md")
@@ -96,7 +96,7 @@ def model_card(
             model, config.hub.repo_id or summary.get("model", title), config.data.messages_column is not None, has_gguf
         ),
         dataset=join_words(map(_trained_on, texts), last=" and "),
-        origin=_origin(init_from),
+        origin=_origin(init_from, len(config.train.distill_from)),
         config=config,
         figures={_RESULTS[metric]: f"{value:,.4f}" for metric, value in figures.items()},
         summary=summary,
@@ -186,8 +186,10 @@ def _plain(name: str) -> str:
     return re.sub(r"([\\`*\[\]<>|!&])", r"\\\1", " ".join(name.split()))
 
 
-def _origin(init_from: dict[str, Any]) -> str:
-    """Say what training started from: nothing, a model on the Hub, or weights known by their hash."""
+def _origin(init_from: dict[str, Any], teachers: int) -> str:
+    """Say what training started from: nothing, a model on the Hub, or weights known by their hash; and who taught."""
+    if teachers:
+        return f"{_origin(init_from, 0)}, with {count_of(teachers, 'model')} of the same text as teachers,"
     if not init_from:
         return "from scratch"
     if init_from["revision"]:

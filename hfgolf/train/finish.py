@@ -31,6 +31,7 @@ from hfgolf.checkpoint.store import (
 )
 from hfgolf.data.batches import explain_worker
 from hfgolf.data.cache_folder import DamagedCacheError
+from hfgolf.doctor.doctor import advice, settings_of
 from hfgolf.evaluate.bits_per_byte import compressor_scores
 from hfgolf.evaluate.context import undo_compilation
 from hfgolf.measure.memory import used_memory_bytes
@@ -45,7 +46,7 @@ from hfgolf.system.errors import UserError, refusal
 from hfgolf.system.hardware import accelerator_name
 from hfgolf.system.wording import describe_overlap, describe_texts, duration, gigabytes, one_line
 from hfgolf.train.console import console
-from hfgolf.train.feed import read_of_each
+from hfgolf.train.feed import epoch, read_of_each
 from hfgolf.train.run import Run
 from hfgolf.train.saving import flush
 from hfgolf.train.validation import evaluate, final_budget, of_each_text, read_share, sample
@@ -119,6 +120,7 @@ def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
         "skipped_steps": run.state.skipped_steps,
         "rollbacks": run.state.rollbacks,
         "tokens": run.state.tokens,
+        "epochs": epoch(run),
         "val_loss": evaluation.loss,
         "val_perplexity": evaluation.perplexity,
         "val_bits_per_byte": evaluation.bits_per_byte,
@@ -264,6 +266,8 @@ def show_summary(summary: dict[str, Any]) -> None:
     logger.info('in Python        AutoModelForCausalLM.from_pretrained("%s"%s)', summary["model"], trust)
     command, name = own_command(), shlex.quote(str(folder.path))
     logger.info("next             %s generate %s\n%s%s chat %s", command, name, 17 * " ", command, name)
+    if better := advice(folder.path, summary.get("epochs"), settings_of(folder.path)):
+        logger.info("better           %s", better)
 
 
 def beside_compressors(summary: dict[str, Any]) -> str:

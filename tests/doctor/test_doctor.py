@@ -594,6 +594,10 @@ def test_script_prints_findings(run_script, tmp_path):
     well, sick = write(tmp_path / "well", log(range(1, 101))), write(tmp_path / "sick", UNHEALTHY["nan"])
     (finding,) = diagnose(UNHEALTHY["nan"])
     assert run_script("doctor.py", well) == (0, f"{well}: all is well (100 steps)\n", "")
+    rows = log(range(1, 101))
+    often = write(tmp_path / "often", [row | {"epoch": 0.06 * row["step"]} for row in rows])
+    better = "  better the text was read 6.0 times: with another run that differs in run.seed, teach a third: "
+    assert run_script("doctor.py", often).out.startswith(f"{often}: all is well (100 steps)\n{better}")
     hardly = write(tmp_path / "hardly", log(range(1, 3), lambda step: 8.3))
     said = "nothing is wrong, but the training loss, 8.30, is still near that of the first step, 8.30"
     assert said in run_script("doctor.py", hardly).out

@@ -12,7 +12,6 @@ import pytest
 import torch
 from faults import before_step, losses
 from tiny_golf import build_model
-from torch import Tensor
 from torch.nn import functional as F
 
 from hfgolf.config.parse import load_config
@@ -78,6 +77,7 @@ def test_the_command_repeats_the_first_run_and_resumes_to_the_bit(hfgolf, teache
     summary, before = (json.loads((folder / "summary.json").read_text()) for folder in (whole.path, teachers[0]))
     assert summary["steps"] == before["steps"] and summary["parameters"] == before["parameters"]
     assert losses(whole.path) != losses(teachers[0])
+    assert "from scratch, with 2 models of the same text as teachers, on " in (whole.model / "README.md").read_text()
     config = load_config([f"--config={whole.config}"]).config
     assert config.train.distill_from == [*map(str, teachers)] and config.run.seed == RUNS[0]["run__seed"]
     stop = before_step({3: lambda run: signal.raise_signal(signal.SIGTERM)})

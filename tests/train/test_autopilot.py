@@ -10,7 +10,7 @@ import time
 import pytest
 from faults import train_on_two
 
-from hfgolf.config.parse import AUTOPILOT, _say_once, load_config, base_for
+from hfgolf.config.parse import AUTOPILOT, _say_once, base_for, load_config
 from hfgolf.run.folder import run_folder
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import autopilot
