@@ -137,6 +137,19 @@ def vocabulary() -> dict[str, list[str]]:
     return {"docs/experiments.md": stated}
 
 
+def distillation() -> dict[str, list[str]]:
+    rows = [json.loads(line) for line in (ROOT / "benchmarks/learning/distill.jsonl").read_text().splitlines()]
+    stated = []
+    for text in ("shakespeare200", "shakespeare"):
+        taught, halves = ({r["seed"]: r["val_loss"] for r in rows if (r["text"], r["share"]) == (text, share)}
+                          for share in (0.5, 0.0))  # fmt: skip
+        alone = {seed: halves[seed] for seed in taught}
+        means = [sum(losses.values()) / len(losses) for losses in (alone, taught)]
+        cells = [f"{mean:.4f} ({len(taught)})" for mean in means]
+        stated.append(f"| {cells[0]} | {cells[1]} | {means[1] - means[0]:+.3f}, p")
+    return {"docs/experiments.md": stated}
+
+
 def repetitions() -> dict[str, list[str]]:
     times = kept(BENCHMARKS, "against_gpt2_cpu")["results"][0]["seconds"]["hfgolf"]
     step = next(row for row in kept(BENCHMARKS, "train_throughput_cpu")["results"] if row["shape"] == "small")
@@ -149,7 +162,7 @@ def repetitions() -> dict[str, list[str]]:
 
 @pytest.mark.parametrize(
     "figures",
-    [small, shakespeare, laptop, evaluation_modes, against_trainer, golf_export, vocabulary, repetitions],
+    [small, shakespeare, laptop, evaluation_modes, against_trainer, golf_export, vocabulary, distillation, repetitions],
     ids=lambda f: f.__name__,
 )
 def test_stated_figures_are_those_of_the_kept_files(figures):

@@ -37,8 +37,9 @@ COARSEST_RELATIVE_STEP = 16.0  # hardly anything is left
 SIDE_BYTES_PER_ROW = 1.0  # a step's code, and a class for the coder
 SIDE_BYTES_PER_COLUMN = 0.5  # a class for the coder
 SDCLIP_LEVELS = 31  # of 6 bits, to either side
-_AIM = 0.9985  # of the budget; a real size a little off is still in [_LOWEST, 1]
-_LOWEST = 0.995
+_AIM = 0.999  # of the budget; a real size a little off is still in [_CLOSE, 1]
+_CLOSE, _LOWEST = 0.998, 0.995  # what the first codings have to reach, and what is enough after them
+_FIRST_CODINGS = 4
 _DAMPING = 0.01  # of the Hessians of a matrix's inputs and outputs, as a share of the mean of their diagonal
 _MAX_CODINGS = 12  # two to four as a rule; the size is nearly smooth in D
 _GOLDEN = (math.sqrt(5) - 1) / 2
@@ -336,7 +337,8 @@ def quantize_model(
             )
         if size <= budget_bytes and (best is None or size > best.size_bytes):
             best = QuantizedModel(tensors, scale, SDCLIP_LEVELS * scale * mean_relative_step(plan), size, codings)
-        if best is not None and (best.size_bytes >= _LOWEST * budget_bytes or best.scale == finest):
+        enough = budget_bytes * (_CLOSE if coding + 1 < _FIRST_CODINGS else _LOWEST)
+        if best is not None and (best.size_bytes >= enough or best.scale == finest):
             break
     if best is None:
         raise UserError(

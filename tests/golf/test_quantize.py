@@ -139,8 +139,9 @@ def test_quantized_model_fills_the_budget(small_model, allocation, method, bits)
         allocation=allocation,
     )
     assert 0.995 * budget <= quantized.size_bytes <= budget
-    assert quantized.size_bytes == 3000 + size_of(quantized.tensors) == quantized.codings[-1][1]
-    assert quantized.codings[-1][0] == quantized.scale and len(quantized.codings) <= 5
+    assert quantized.size_bytes == 3000 + size_of(quantized.tensors)
+    assert (quantized.scale, quantized.size_bytes) in quantized.codings
+    assert len(quantized.codings) <= 5
     assert quantized.findings == []
     assert set(quantized.tensors) == set(matrices(model))
 
