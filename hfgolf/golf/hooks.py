@@ -23,7 +23,7 @@ from hfgolf.checkpoint.contents import first_nonfinite
 from hfgolf.config.sections import GolfSection
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.curvature import Curvature, calibrated_curvature
-from hfgolf.golf.grid import MAX_INTEGER, Quantized, steps_of
+from hfgolf.golf.grid import MAX_INTEGER, Quantized, round_nearest, steps_of
 from hfgolf.golf.ledger import bytes_besides
 from hfgolf.golf.quantize import matrices, plan_steps, quantize_model, require_room, rounded, scale_for_bytes
 from hfgolf.system.errors import UserError
@@ -40,7 +40,9 @@ TOLERATED_NATS = 0.01
 GRIDS = 10
 """A new grid for each tenth of the rounded part. To choose one takes about as long as it takes an export; the last one
 stays, so that what is exported trained on the grid it is on."""
-RESERVE = 0.001  # of the budget: once the grid is frozen, sizes fell by 0.02 to 0.06 % (docs/golf.md, laptop round)
+RESERVE = 0.001
+"""Of the budget, for how the integers change once the grid is frozen: in three runs of the laptop round, their bytes
+fell by up to 0.06 %."""
 
 
 class SizeForecast(Hook):
@@ -120,14 +122,14 @@ class QuantizationAwareTraining(Hook):
 
     def __init__(self) -> None:
         self._grid: dict[str, Any] = {}
-        """{"step", "frozen", "codes"}; empty: not yet."""
+        """{"step", "frozen", "codes", "bytes"}, of everything on it when it was chosen; empty: not yet."""
         self._rounding: Rounding | None = None
 
     def start(self, run: Run) -> None:
         """Raise UserError under FSDP, or if not even zeros fit the budget."""
         if run.accelerator.distributed_type == DistributedType.FSDP:
             raise UserError("golf.qat_fraction: FSDP shards the matrices that it would round; use DDP, or set it to 0.")
-        require_room(matrices(run.golf_model), **_budget(run))
+        require_room(matrices(run.golf_model), budget_bytes=run.config.golf.budget_bytes or 0, **_sizes(run))
 
     def before_step(self, run: Run, expected_steps: float) -> None:
         """Choose, renew or freeze the grid, if it is time. Raises UserError if no grid fits."""
@@ -139,10 +141,12 @@ class QuantizationAwareTraining(Hook):
             is_due = not grid["frozen"] and (is_late or state.step - grid["step"] >= steps_per_grid)
         if not is_due or first_nonfinite(run.golf_model.named_parameters()):
             return
-        codes, problem = broadcast_object_list(list(_choose(run)) if accelerator.is_main_process else [None, None])
+        chosen, problem = broadcast_object_list(
+            list(_choose(run, grid)) if accelerator.is_main_process else [None, None]
+        )
         if problem:
             raise UserError(problem)
-        self._grid = {"step": state.step, "frozen": is_late, "codes": codes}
+        self._grid = {"step": state.step, "frozen": is_late} | chosen
         if is_late:
             state.forget_best()  # the weights to export are on this grid
 
@@ -185,7 +189,7 @@ class Rounding:
         self.num_rounded = 0
         self._weights = [model.get_parameter(name) for name in codes]
         self._steps = [
-            torch.from_numpy(steps_of(np.frombuffer(base64.b64decode(text), dtype=np.uint8)))[:, None].to(weight.device)
+            torch.from_numpy(steps_of(unpacked_codes(text)))[:, None].to(weight.device)
             for weight, text in zip(self._weights, codes.values(), strict=True)
         ]
 
@@ -212,6 +216,11 @@ def packed_codes(row_codes: Mapping[str, NDArray[np.uint8]]) -> dict[str, str]:
     return {name: base64.b64encode(codes.tobytes()).decode() for name, codes in row_codes.items()}
 
 
+def unpacked_codes(text: str) -> NDArray[np.uint8]:
+    """Return the row codes of a matrix from the form that JSON holds."""
+    return np.frombuffer(base64.b64decode(text), dtype=np.uint8)
+
+
 def _curvature(run: Run) -> dict[str, Curvature]:
     return calibrated_curvature(
         run.golf_model,
@@ -224,14 +233,6 @@ def _curvature(run: Run) -> dict[str, Curvature]:
     )
 
 
-def _budget(run: Run) -> dict[str, Any]:
-    """Return budget_bytes, overhead_bytes with the RESERVE, and size_of, as quantize_model takes them."""
-    budget_bytes = run.config.golf.budget_bytes or 0  # golf.qat_fraction asks for one
-    sizes = _sizes(run)
-    sizes["overhead_bytes"] += int(RESERVE * budget_bytes)
-    return {"budget_bytes": budget_bytes} | sizes
-
-
 def _sizes(run: Run) -> dict[str, Any]:
     """Return overhead_bytes and size_of, as forecast and quantize_model take them."""
     golf, encode = run.config.golf, model_encoder(run.golf_model)
@@ -241,21 +242,32 @@ def _sizes(run: Run) -> dict[str, Any]:
     }
 
 
-def _choose(run: Run) -> tuple[dict[str, str] | None, str | None]:
-    """Return the grid that an export by nearest rounding would use now, packed; or the reason why there is none."""
-    golf, model = run.config.golf, run.golf_model
-    try:
-        with run.stopwatch.charge("evaluate"):
+def _choose(run: Run, before: Mapping[str, Any]) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the grid that an export by nearest rounding would use now: codes and bytes; or why there is none.
+
+    before: the grid until now, on which the bytes may have grown. As much stays free for the next one.
+    """
+    golf, weights, sizes = run.config.golf, matrices(run.golf_model), _sizes(run)
+    budget_bytes = golf.budget_bytes or 0  # golf.qat_fraction asks for one
+    reserve = int(RESERVE * budget_bytes)
+    with run.stopwatch.charge("evaluate"):
+        if before:
+            now = {name: round_nearest(weights[name], unpacked_codes(codes)) for name, codes in before["codes"].items()}
+            size = sizes["overhead_bytes"] + sizes["size_of"](now)
+            reserve = max(reserve, size - before.get("bytes", size))  # older runs did not keep them
+        sizes["overhead_bytes"] += reserve
+        try:
             quantized = quantize_model(
-                matrices(model),
+                weights,
                 _curvature(run),
                 method="nearest",
                 allocation=golf.allocation,
-                **_budget(run),
+                budget_bytes=budget_bytes,
+                **sizes,
             )
-    except UserError as error:
-        return None, str(error)
-    name = "step %d: rounding %d matrices to a grid of %s bytes, D %.4g"
-    size = quantized.size_bytes - int(RESERVE * (golf.budget_bytes or 0))
+        except UserError as error:
+            return None, str(error)
+    name, size = "step %d: rounding %d matrices to a grid of %s bytes, D %.4g", quantized.size_bytes - reserve
     logger.info(name, run.state.step, len(quantized.tensors), f"{size:,}", quantized.scale)
-    return packed_codes({name: one.row_codes for name, one in quantized.tensors.items()}), None
+    codes = {name: one.row_codes for name, one in quantized.tensors.items()}
+    return {"codes": packed_codes(codes), "bytes": size}, None

@@ -51,6 +51,7 @@ def test_the_end_of_the_run_is_rounded_and_exported_on_its_grid_by_two_processes
         state = json.loads((folder / "checkpoints" / "latest" / "train_state.json").read_text())
         grids.append(state["hooks"]["QuantizationAwareTraining"])
         assert grids[-1]["frozen"] and grids[-1]["codes"].keys() == on_grid.keys()
+        assert grids[-1]["bytes"] <= (1 - hooks.RESERVE) * QAT["golf__budget_bytes"]
         summary = json.loads((folder / "summary.json").read_text())
         assert summary["step"] == 6, "the one evaluation on the frozen grid"
         assert summary["val_loss"] == pytest.approx(rows(folder)[-1]["val_loss"], abs=1e-6)
