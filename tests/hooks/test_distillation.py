@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import before_step, losses
+from faults import before_step, losses, train_on_two
 from tiny_golf import build_model
 from torch.nn import functional as F
 
@@ -139,6 +139,17 @@ def test_teachers_do_not_break_a_compiled_run(run, tiny_run, teachers, graphs):
     of_warm_up, of_all = graphs()
     assert of_warm_up == of_all > 0
     assert losses(compiled) == pytest.approx(losses(eager), rel=1e-5)
+
+
+@pytest.mark.distributed
+def test_two_processes_learn_as_one(run, tiny_run, teachers, tmp_path):
+    options: dict[str, Any] = {
+        "train__distill_from": f"[{', '.join(map(str, teachers))}]",
+        "batch__micro_batch_size": 4,
+    }
+    one = run(tiny_run(**options, run__name="one"))
+    train_on_two(tiny_run(**options, run__name="two"), tmp_path / "output")
+    assert losses(one.with_name("two")) == pytest.approx(losses(one), rel=1e-4)
 
 
 def test_a_rollback_keeps_one_loss(run, tiny_run, teachers, spoil_gradients):
