@@ -94,8 +94,14 @@ def train(name: str, text: str, path: Path, seed: int, teachers: list[int], shar
     }
 
 
+def _title(row: dict[str, Any]) -> str:
+    is_own = row["teachers"] and 100 < row["seed"] <= 100 + row["teachers"]
+    own = ", the seed of a teacher" if is_own else ""
+    return f"{row['text']}, {row['teachers']} teachers, share {row['share']}{own}"
+
+
 def report() -> None:
-    found = series_of(ROWS, lambda row: f"{row['text']}, {row['teachers']} teachers, share {row['share']}")
+    found = series_of(ROWS, _title)
     losses = {title: {row["seed"]: row["val_loss"] for row in rows} for title, rows in found.items()}
     alone = {title.partition(",")[0]: losses.pop(title) for title in [*losses] if ", 0 teachers" in title}
     for title, taught in losses.items():

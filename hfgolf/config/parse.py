@@ -304,7 +304,7 @@ def base_for(stated: Mapping[str, Any], may_choose: bool = True) -> ResolvedConf
     tokenizer keeps it. Of both, that they evaluate all of their small texts at the end.
     """
     if teachers := stated.get(DISTILL_FROM):
-        return _like(as_list(teachers)[0])
+        return _like(as_list(teachers))
     starts_elsewhere = stated.get("model.init_from") is not None
     name = "finetune" if starts_elsewhere else "small"
     has_minutes = stated.get("train.max_minutes") is not None
@@ -328,19 +328,19 @@ def base_for(stated: Mapping[str, Any], may_choose: bool = True) -> ResolvedConf
     return ResolvedConfig(shipped.config, sources | dict.fromkeys(open_keys, "auto"))
 
 
-def _like(folder: str) -> ResolvedConfig:
-    """Return the config of a complete run, for another one like it of as many steps."""
-    run = Path(folder).expanduser()
+def _like(teachers: Sequence[str]) -> ResolvedConfig:
+    """Return the config of the first of some complete runs, for another one of as many steps and with another seed."""
+    run = Path(teachers[0]).expanduser()
     try:
         steps = json.loads((run / "summary.json").read_bytes())["steps"]
     except (OSError, ValueError, KeyError, TypeError):
-        raise UserError(f"{DISTILL_FROM}: {folder} is not a complete run; name folders such as runs/small.") from None
+        raise UserError(f"{DISTILL_FROM}: {run} is not a complete run; name folders such as runs/small.") from None
     before = load_config([f"--config={run / 'config.yaml'}"])
     others = ("run.name", "train.max_", "train.resume", "hub.", DISTILL_FROM)
     kept = [key for key in before.sources if not key.startswith(others) or key == "train.max_grad_norm"]
-    return ResolvedConfig(
-        before.config.replace(train__max_steps=steps), dict.fromkeys([*kept, "train.max_steps"], DISTILL_FROM)
-    )
+    seed = before.config.run.seed + len(teachers)  # of a model that begins as its teacher did, less is new
+    config = before.config.replace(train__max_steps=steps, run__seed=seed)
+    return ResolvedConfig(config, dict.fromkeys([*kept, "run.seed", "train.max_steps"], DISTILL_FROM))
 
 
 def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConfig:

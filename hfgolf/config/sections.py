@@ -739,9 +739,9 @@ class TrainSection(Section, frozen=True):
     """Train in less memory and more time: sets model.gradient_checkpointing true and optim.state_dtype bf16 unless they
     are stated, and on a CPU returns large blocks of memory at once."""
     distill_from: Texts = []
-    """Folders of complete runs on the same text, such as two that differ in run.seed: half of the training loss then is
-    the cross-entropy to the mean of what their models say. It pays where a text is read many times; each of them adds a
-    third to the time of a step. Without a config, the run has that of the first, and makes as many steps."""
+    """Folders of complete runs on the same text: half of the training loss then is the cross-entropy to the mean of
+    what their models say. It pays where a text is read many times; each of them adds a third to the time of a step.
+    Without a config, the run has that of the first with another run.seed, and makes as many steps."""
     max_grad_norm: Positive | None = 1.0
     """Clip the global gradient norm to this value; null: only measure it."""
     log_every_steps: Count = 10

@@ -51,8 +51,8 @@ def _identity(symptom: str, step: int) -> tuple[str, int | None]:
     return symptom, step if symptom in (symptoms.SPIKE, symptoms.NORM_SPIKE) else None
 
 
-OFTEN = 4.5
-"""Epochs from which two runs teach a third one well: 0.07 nats per token after 9, benchmarks/learning/distill.jsonl."""
+OFTEN = 4.0
+"""Epochs after which a run teaches another one well: 0.11 nats per token after 4.5, benchmarks/learning/distill.py."""
 
 
 def advice(folder: Path, epochs: float | None, settings: Mapping[str, Any]) -> str | None:
@@ -63,8 +63,8 @@ def advice(folder: Path, epochs: float | None, settings: Mapping[str, Any]) -> s
     is_plain = settings["model.architecture"] == "golf" and not settings["data.mixture"]
     if not is_plain or settings["train.distill_from"] or epochs is None or epochs < OFTEN:
         return None
-    command = f"{own_command()} train --distill_from {shlex.quote(str(folder))} ANOTHER"
-    return f"the text was read {epochs:.1f} times: with another run that differs in run.seed, teach a third: {command}"
+    command = f"{own_command()} train --distill_from {shlex.quote(str(folder))}"
+    return f"the text was read {epochs:.1f} times; a model that this one teaches learns more from it: {command}"
 
 
 def examine(folder: Path) -> tuple[list[Finding], Metrics]:

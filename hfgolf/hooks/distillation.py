@@ -1,8 +1,9 @@
 """Distillation: a model learns from the text and from what models of other runs say of each next token.
 
-Several runs that differ only in their seeds know more together than each of them. Where a text is read many times, a
-model of the same size can learn from their mean what it does not learn from the text (Hinton et al. 2015, "Distilling
-the Knowledge in a Neural Network", arXiv 1503.02531, section 2; benchmarks/learning/distill.py).
+What a model says that has been through a text is a better target than the one token that stands there. So another one
+of the same size learns from it what it would not learn from the text: Hinton et al. 2015, "Distilling the Knowledge in
+a Neural Network", arXiv 1503.02531, section 2; Furlanello et al. 2018, "Born-Again Neural Networks", arXiv 1805.04770.
+benchmarks/learning/distill.py measures it.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ SHARE = 0.5
 
 
 class Distillation(Hook):
-    """Makes SHARE of the training loss the cross-entropy to the mean of what the models of other runs say."""
+    """Makes SHARE of the training loss the cross-entropy to the mean of what the models of earlier runs say."""
 
     def __init__(self, folders: Sequence[str]) -> None:
         """Load the models. Raises UserError for what is not a complete run of a Golf model."""

@@ -596,7 +596,7 @@ def test_script_prints_findings(run_script, tmp_path):
     assert run_script("doctor.py", well) == (0, f"{well}: all is well (100 steps)\n", "")
     rows = log(range(1, 101))
     often = write(tmp_path / "often", [row | {"epoch": 0.06 * row["step"]} for row in rows])
-    better = "  better the text was read 6.0 times: with another run that differs in run.seed, teach a third: "
+    better = "  better the text was read 6.0 times; a model that this one teaches learns more from it: "
     assert run_script("doctor.py", often).out.startswith(f"{often}: all is well (100 steps)\n{better}")
     hardly = write(tmp_path / "hardly", log(range(1, 3), lambda step: 8.3))
     said = "nothing is wrong, but the training loss, 8.30, is still near that of the first step, 8.30"

@@ -79,7 +79,7 @@ def test_the_command_repeats_the_first_run_and_resumes_to_the_bit(hfgolf, teache
     assert losses(whole.path) != losses(teachers[0])
     assert "from scratch, with 2 models of the same text as teachers, on " in (whole.model / "README.md").read_text()
     config = load_config([f"--config={whole.config}"]).config
-    assert config.train.distill_from == [*map(str, teachers)] and config.run.seed == RUNS[0]["run__seed"]
+    assert config.train.distill_from == [*map(str, teachers)] and config.run.seed == 3
     stop = before_step({3: lambda run: signal.raise_signal(signal.SIGTERM)})
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", stop)
