@@ -209,6 +209,7 @@ def test_every_shipped_config_has_a_plan(script, tiny_run, tmp_path, name):
     """With the config's own model, batch, optimizer and length, on the tests' text."""
     of_data = [option for option in tiny_run() if option.startswith("--data.")]
     own = ["--data.hub_name=null", "--data.hub_config=null", "--data.max_documents=null", "--tokenizer.kind=byte"]
+    own += ["--data.val_files=[]"]
     if name == "finetune.yaml":  # its model comes from a run
         export_model(*build_tiny(), tmp_path / "weights", "")
         own += [f"--model.init_from={tmp_path / 'weights'}"]
