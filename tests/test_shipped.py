@@ -18,6 +18,7 @@ SHRUNK = {
     "data.hub_config": "null",
     "data.max_documents": "null",
     "data.old_text": "[]",
+    "data.val_files": "[]",
     "tokenizer.name_or_path": "null",
     "model.hidden_size": 32,
     "model.num_hidden_layers": 1,
