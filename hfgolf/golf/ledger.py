@@ -206,6 +206,7 @@ def rescore_folder(
         "counted_bytes": counted_bytes,
         "budget_bytes": told["budget_bytes"],
         "is_text_checked": bool(raw_files),
+        "text_sha256": read_json(folder / CERTIFICATE)["sha256"],
     }
     return figures, problems
 

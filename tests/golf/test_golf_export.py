@@ -397,7 +397,9 @@ def keep_the_certificate(folder, raw):
 def test_golf_score_compares_with_the_raw_text(exported, run_script, raw_text):
     alone, compared = (run_script("golf_score.py", exported, *files) for files in ((), ("--files", raw_text)))
     assert (alone.status, alone.err, compared.status, compared.err) == (0, "", 0, "")
-    assert "text           the folder's own word" in alone.out and "text           that of --files" in compared.out
+    sha256 = f"sha256 {json.loads((exported / 'certificate.json').read_text())['sha256'][:16]}"
+    assert f"text           {sha256}, the folder's own word" in alone.out
+    assert f"text           that of --files, {sha256}\n" in compared.out
     assert compared.out.splitlines()[-1] == alone.out.splitlines()[-1], "the same score"
     missing = run_script("golf_score.py", exported, "--files", raw_text.with_name("other.txt"))
     assert (missing.status, missing.out) == (2, "") and missing.err.startswith("error: --files: ")
