@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hfgolf.data.batches import Batch, MicroBatches, Stream, stream_positions
-from hfgolf.evaluate.context import evaluation_mode
+from hfgolf.evaluate.context import evaluation_mode, uncompiled
 from hfgolf.model.modeling_golf import IGNORE_INDEX
 from hfgolf.system.errors import UserError
 
@@ -207,7 +207,7 @@ def measure_curvature(
     others = [parameter for parameter in others if parameter.is_floating_point()]
     num_tokens, unseen = 0, set[str]()
     try:
-        with evaluation_mode(model), torch.enable_grad(), _all_trainable(model):
+        with evaluation_mode(model), uncompiled(model), torch.enable_grad(), _all_trainable(model):
             for batch in batches:
                 nats, count, logits = summed_loss(model, batch)
                 num_tokens += count

@@ -69,3 +69,10 @@ def test_a_budget_that_not_even_zeros_fit_ends_the_run_before_its_first_step(run
 def test_a_budget_that_only_zeros_fit_ends_the_run_at_its_first_grid(run, tiny_run):
     with pytest.raises(UserError, match=r"^budget_bytes: 8,600 is too small: with the coarsest steps the model still"):
         run(tiny_run(**QAT | {"golf__budget_bytes": 8_600}))
+
+
+def test_a_grid_compiles_nothing(run, tiny_run, graphs):
+    """Passes that measure the curvature run uncompiled: torch would compile the layers again, up to its limit."""
+    run(tiny_run(**QAT, train__compile="true"))
+    of_warm_up, of_all = graphs()
+    assert of_warm_up == of_all > 0
