@@ -70,17 +70,24 @@ def shakespeare() -> dict[str, list[str]]:
 
 
 def laptop() -> dict[str, list[str]]:
-    seeds = [run for name, run in kept(EXPERIMENTS, "golf_laptop").items() if name.startswith("laptop-")]
+    runs = kept(EXPERIMENTS, "golf_laptop")
+    seeds, before = ([run for name, run in runs.items() if name[:-1] == kind] for kind in ("round-", "laptop-"))
     after = [run["after"] for run in seeds]
-    assert len(seeds) == 3
-    mean, flat, sliding = (sum(run[name] for run in seeds) / 3 for name in ("after", "flat", "sliding"))
+    assert len(seeds) == len(before) == 3
+    (flat, sliding, mean), of_before = (
+        [sum(run[name] for run in three) / 3 for name in ("flat", "sliding", "after")] for three in (seeds, before)
+    )
     work = tflop("golf_laptop", 2048, seeds[0]["tokens"])
     parts = [f"| {score:.4f} |" for score in (flat, sliding, mean)]
+    smallest, largest = (f(run["bytes"] for run in seeds) for f in (min, max))
+    every = ", ".join(f"{score:.4f}" for score in after)
+    same_config = "scored {:.4f}, {:.4f} and {:.4f}".format(*of_before)
     return {
         "docs/golf.md": [
-            *(f"**{mean:.3f}** bits per byte", *(f"{score:.4f}" for score in after), f"({work:.0f} TFLOP)", *parts)
+            f"| {smallest:,} to {largest:,} | **{mean:.3f}** ({every}) |",
+            *(f"({work:.0f} TFLOP)", same_config, *parts),
         ],
-        "configs/golf_laptop.yaml": [f"{mean:.3f} bits per", f"({min(after):.3f} to {max(after):.3f})"],
+        "configs/golf_laptop.yaml": [f"{mean:.3f} bits per", f"({min(after):.3f} to {max(after):.3f})", f"{largest:,}"],
         "docs/experiments.md": [f"| {work:.0f} TFLOP | about 10 min; 17,300 tokens/s on one core | {mean:.2f} bits"],
     }
 
