@@ -85,6 +85,7 @@ def laptop() -> dict[str, list[str]]:
     return {
         "docs/golf.md": [
             f"| {smallest:,} to {largest:,} | **{mean:.3f}** ({every}) |",
+            f"| {runs['round-w160-1']['bytes']:,} | {runs['round-w160-1']['after']:.4f} (one seed) |",
             *(f"({work:.0f} TFLOP)", same_config, *parts),
         ],
         "configs/golf_laptop.yaml": [f"{mean:.3f} bits per", f"({min(after):.3f} to {max(after):.3f})", f"{largest:,}"],
