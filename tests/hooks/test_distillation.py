@@ -15,6 +15,7 @@ from tiny_golf import build_model
 from torch.nn import functional as F
 
 from hfgolf.config.parse import load_config
+from hfgolf.doctor import doctor
 from hfgolf.hooks.distillation import SHARE, Distillation, DistillationLoss
 from hfgolf.run.folder import RunFolder
 from hfgolf.system.errors import UserError
@@ -86,6 +87,14 @@ def test_the_command_repeats_the_first_run_and_resumes_to_the_bit(hfgolf, teache
         assert hfgolf(*command, "--run.name=stopped").status == 128 + signal.SIGTERM
     assert hfgolf(*command, "--run.name=stopped").status == 0
     assert losses(tmp_path / "stopped") == losses(whole.path)
+
+
+def test_a_run_that_read_its_text_often_says_that_it_can_teach(hfgolf, teachers, monkeypatch):
+    command = ["train", f"--config={teachers[0] / 'config.yaml'}"]
+    assert "better" not in hfgolf(*command).out
+    monkeypatch.setattr(doctor, "OFTEN", 0.01)
+    said = hfgolf(*command)
+    assert said.status == 0 and f" train --distill_from {teachers[0]}\n" in said.out
 
 
 def test_a_resume_needs_the_models_that_the_run_began_with(hfgolf, teachers, tmp_path, monkeypatch):
