@@ -267,7 +267,7 @@ def _choose(run: Run, before: Mapping[str, Any]) -> tuple[dict[str, Any] | None,
             )
         except UserError as error:
             return None, str(error)
-    name, size = "step %d: rounding %d matrices to a grid of %s bytes, D %.4g", quantized.size_bytes - reserve
-    logger.info(name, run.state.step, len(quantized.tensors), f"{size:,}", quantized.scale)
+    size, line = quantized.size_bytes - reserve, "step %d: rounding %d matrices to a grid of %s bytes, D %.4g"
+    logger.info(line, run.state.step, len(quantized.tensors), f"{size:,}", quantized.scale)
     codes = {name: one.row_codes for name, one in quantized.tensors.items()}
     return {"codes": packed_codes(codes), "bytes": size}, None

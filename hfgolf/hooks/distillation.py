@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from hfgolf.checkpoint.identity import text_changes
 from hfgolf.config.parse import DISTILL_FROM
 from hfgolf.data.tokenizer import tokenizer_sha256
+from hfgolf.evaluate.context import max_positions
 from hfgolf.model.causal_blocks import choose_attention
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.layers_golf import cap_logits
@@ -74,9 +75,18 @@ class Distillation(Hook):
                 )
             if tokenizer != run.tokens.tokenizer_sha256:
                 raise UserError(f"{DISTILL_FROM}: {folder.path} has another tokenizer; state that of its config.yaml.")
-        device, config = run.accelerator.device, run.config
-        for teacher in self._teachers:
-            choose_attention(teacher.to(device), device, config.train.mixed_precision, config.batch.sequence_length)
+        device, precision = run.accelerator.device, run.config.train.mixed_precision
+        rows, length = run.raw_model.config.vocab_size, run.config.batch.sequence_length
+        for folder, teacher in zip(self._folders, self._teachers, strict=True):
+            if teacher.config.vocab_size != rows:
+                size = f"{teacher.config.vocab_size} rows in its embedding, and this run {rows}"
+                raise UserError(f"{DISTILL_FROM}: {folder.path} has {size}; state model.vocab_size.")
+            if length > (max_positions(teacher) or length):
+                raise UserError(
+                    f"{DISTILL_FROM}: {folder.path} has positions for {max_positions(teacher)} tokens, but"
+                    f" batch.sequence_length is {length}; make it shorter."
+                )
+            choose_attention(teacher.to(device), device, precision, length)
         loss: Any = DistillationLoss(run.raw_model, self._teachers)
         run.raw_model.cross_entropy = loss
         names = join_words([str(folder.path) for folder in self._folders])

@@ -21,6 +21,7 @@ from hfgolf.run.folder import RunFolder
 from hfgolf.system.errors import UserError
 from hfgolf.train import loop
 
+LEARNED = {"model__position_embedding": "learned"}
 RUNS = ({"run__seed": 1}, {"run__seed": 2})
 
 
@@ -133,6 +134,12 @@ def test_who_cannot_teach_is_refused(hfgolf, run, tiny_run, shared_run, tmp_path
         ({}, teacher, "was trained on other text"),
         ({"tokenizer__kind": "char"}, shared_run(**RUNS[0]), "has another tokenizer"),
         ({"model__architecture": "gpt2"}, shared_run(**RUNS[0]), "only a golf model learns from others"),
+        ({"model__vocab_size": 300}, shared_run(**RUNS[0]), "257 rows in its embedding, and this run 300"),
+        (
+            {"batch__sequence_length": 64, "batch__tokens_per_step": 512},
+            shared_run(**LEARNED),
+            "positions for 32 tokens, but batch.sequence_length",
+        ),
     )
     for number, (options, folder, message) in enumerate(refused):
         with pytest.raises(UserError, match=message):
