@@ -303,8 +303,9 @@ def base_for(stated: Mapping[str, Any], may_choose: bool = True) -> ResolvedConf
     short. Of small, they are its prompt, and its tokenizer, whose size depends on the text; a run that has another
     tokenizer keeps it. Of both, that they evaluate all of their small texts at the end.
     """
-    if teachers := stated.get(DISTILL_FROM):
-        return _like(as_list(teachers))
+    teachers = as_list(stated.get(DISTILL_FROM))
+    if teachers and has_type(teachers, KEY_TYPES[DISTILL_FROM]):
+        return _like(teachers)
     starts_elsewhere = stated.get("model.init_from") is not None
     name = "finetune" if starts_elsewhere else "small"
     has_minutes = stated.get("train.max_minutes") is not None
