@@ -337,8 +337,9 @@ def _like(teachers: Sequence[str]) -> ResolvedConfig:
     except (OSError, ValueError, KeyError, TypeError):
         raise UserError(f"{DISTILL_FROM}: {run} is not a complete run; name folders such as runs/small.") from None
     before = load_config([f"--config={run / 'config.yaml'}"])
-    others = ("run.name", "train.max_", "train.resume", "hub.", DISTILL_FROM)
-    kept = [key for key in before.sources if not key.startswith(others) or key == "train.max_grad_norm"]
+    limits = [f"train.max_{name}" for name in ("steps", "tokens", "epochs", "minutes")]
+    others = ("run.name", *limits, "train.resume", "hub.", DISTILL_FROM)
+    kept = [key for key in before.sources if not key.startswith(others)]
     seed = before.config.run.seed + len(teachers)  # of a model that begins as its teacher did, less is new
     config = before.config.replace(train__max_steps=steps, run__seed=seed)
     return ResolvedConfig(config, dict.fromkeys([*kept, "run.seed", "train.max_steps"], DISTILL_FROM))

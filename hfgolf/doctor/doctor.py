@@ -67,13 +67,14 @@ def advice(folder: Path, epochs: float | None, settings: Mapping[str, Any]) -> s
     return f"the text was read {epochs:.1f} times; a model that this one teaches learns more from it: {command}"
 
 
-def examine(folder: Path) -> tuple[list[Finding], Metrics]:
+def examine(folder: Path, settings: Mapping[str, Any] | None = None) -> tuple[list[Finding], Metrics]:
     """Return the findings and the metrics of a run, which may be training, complete or dead.
 
+    settings: from settings_of, if they were read already.
     Raises UserError if the folder does not exist or its metrics.jsonl has neither row nor event.
     """
     metrics = read_metrics_of(folder)
-    doctor = Doctor(settings_of(folder))
+    doctor = Doctor(settings_of(folder) if settings is None else settings)
     lines = [line for line in in_order(metrics) if line.get("event") != "finding"]
     return [finding for line in lines for finding in doctor.observe(line)], metrics
 

@@ -87,6 +87,8 @@ def model_card(
         base_model=init_from["name"] if init_from.get("revision") else None,
         base_model_relation="finetune" if init_from.get("revision") else None,
     )
+    teachers = len(config.train.distill_from)
+    taught = f", with {count_of(teachers, 'model')} of the same text as teachers," if teachers else ""
     card = ModelCard.from_template(
         data,
         template_path=str(_TEMPLATE),
@@ -96,7 +98,7 @@ def model_card(
             model, config.hub.repo_id or summary.get("model", title), config.data.messages_column is not None, has_gguf
         ),
         dataset=join_words(map(_trained_on, texts), last=" and "),
-        origin=_origin(init_from, len(config.train.distill_from)),
+        origin=_origin(init_from) + taught,
         config=config,
         figures={_RESULTS[metric]: f"{value:,.4f}" for metric, value in figures.items()},
         summary=summary,
@@ -186,10 +188,8 @@ def _plain(name: str) -> str:
     return re.sub(r"([\\`*\[\]<>|!&])", r"\\\1", " ".join(name.split()))
 
 
-def _origin(init_from: dict[str, Any], teachers: int) -> str:
-    """Say what training started from: nothing, a model on the Hub, or weights known by their hash; and who taught."""
-    if teachers:
-        return f"{_origin(init_from, 0)}, with {count_of(teachers, 'model')} of the same text as teachers,"
+def _origin(init_from: dict[str, Any]) -> str:
+    """Say what training started from: nothing, a model on the Hub, or weights known by their hash."""
     if not init_from:
         return "from scratch"
     if init_from["revision"]:

@@ -21,6 +21,11 @@ from hfgolf.run.folder import RunFolder
 from hfgolf.system.errors import UserError
 from hfgolf.train import loop
 
+
+def as_option(folders: list[Path]) -> str:
+    return f"[{', '.join(map(str, folders))}]"
+
+
 LEARNED = {"model__position_embedding": "learned"}
 RUNS = ({"run__seed": 1}, {"run__seed": 2})
 
@@ -90,6 +95,15 @@ def test_the_command_repeats_the_first_run_and_resumes_to_the_bit(hfgolf, teache
     assert losses(tmp_path / "stopped") == losses(whole.path)
 
 
+def test_the_limits_of_the_first_run_are_replaced_by_its_steps_and_nothing_else(run, tiny_run):
+    folder = run(
+        tiny_run(train__max_minutes=5, train__max_skipped_steps=7, train__max_rollbacks=2, hub__private="true")
+    )
+    config = load_config(["--distill_from", str(folder)]).config
+    assert (config.train.max_steps, config.train.max_minutes) == (6, None)
+    assert (config.train.max_skipped_steps, config.train.max_rollbacks, config.hub.private) == (7, 2, False)
+
+
 def test_a_run_that_read_its_text_often_says_that_it_can_teach(hfgolf, teachers, monkeypatch):
     command = ["train", f"--config={teachers[0] / 'config.yaml'}"]
     assert "better" not in hfgolf(*command).out
@@ -149,7 +163,7 @@ def test_who_cannot_teach_is_refused(hfgolf, run, tiny_run, shared_run, tmp_path
 
 
 def test_teachers_do_not_break_a_compiled_run(run, tiny_run, teachers, graphs):
-    options: dict[str, Any] = {"train__distill_from": f"[{', '.join(map(str, teachers))}]", "train__max_steps": 3}
+    options: dict[str, Any] = {"train__distill_from": as_option(teachers), "train__max_steps": 3}
     eager = run(tiny_run(**options, run__name="eager"))
     compiled = run(tiny_run(**options, run__name="compiled", train__compile="true"))
     of_warm_up, of_all = graphs()
@@ -160,7 +174,7 @@ def test_teachers_do_not_break_a_compiled_run(run, tiny_run, teachers, graphs):
 @pytest.mark.distributed
 def test_two_processes_learn_as_one(run, tiny_run, teachers, tmp_path):
     options: dict[str, Any] = {
-        "train__distill_from": f"[{', '.join(map(str, teachers))}]",
+        "train__distill_from": as_option(teachers),
         "batch__micro_batch_size": 4,
     }
     one = run(tiny_run(**options, run__name="one"))
@@ -172,7 +186,7 @@ def test_a_rollback_keeps_one_loss(run, tiny_run, teachers, spoil_gradients):
     spoiled = spoil_gradients(lambda step: step == 4)
     run(
         tiny_run(
-            train__distill_from=f"[{', '.join(map(str, teachers))}]",
+            train__distill_from=as_option(teachers),
             train__max_skipped_steps=1,
             train__max_steps=8,
             train__save_every_steps=2,
