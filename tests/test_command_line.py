@@ -266,6 +266,9 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
 MISTAKES = {
     "--optim.learnin_rate 1": "the command line: unknown key optim.learnin_rate; did you mean optim.learning_rate?",
     "--max_steps 1": "unknown key max_steps; did you mean train.max_steps?",
+    "--distill_form a": "unknown key distill_form; did you mean train.distill_from?",
+    "--minuts 1": "unknown key minuts; did you mean train.max_minutes?",
+    "--steps 1": "unknown key steps; docs/config.md has all keys",
     "--optim.name adam": "optim.name: 'adam' is not allowed; allowed: muon, adamw or sgd.",
     "--optim.learning_rate -1": "optim.learning_rate: -1 is not allowed; allowed: a number above 0, up to 10^38.",
     "--optim.betas '[.nan, 0.9]'": "nan is not allowed; allowed: a list of 2, each a number from 0 to below 1.",

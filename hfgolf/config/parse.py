@@ -477,10 +477,13 @@ def _check_key(key: str, where: str | None) -> None:
     last = key.split(".")[-1]
     if last in OTHER_NAMES:
         raise UserError(f"{where}: unknown key {key}; here: {OTHER_NAMES[last]}.")
-    same_name = [known for known in KEY_TYPES if known.split(".")[1] == last]
+    by_name = {known.split(".")[1]: known for known in reversed(KEY_TYPES)}
+    by_name |= {option[2:]: known[2:] for option, known in _SHORT.items()}
     section = nearest(key.split(".")[0], SECTIONS)
     section_keys = [known for known in KEY_TYPES if known.split(".")[0] == section]
-    meant = same_name[0] if same_name else close_match(key, section_keys) or close_match(last, section_keys)
+    names, likeness = (section_keys, 0.7) if "." in key else (by_name, 0.8)
+    similar = close_match(key, names, likeness) or close_match(last, names, likeness)
+    meant = by_name.get(last) or (similar and by_name.get(similar, similar))
     advice = f"did you mean {meant}?" if meant else "docs/config.md has all keys, and --help."
     raise UserError(f"{where}: unknown key {key}; {advice}")
 

@@ -109,9 +109,9 @@ def nearest(word: str, words: Iterable[str]) -> str:
     return difflib.get_close_matches(word, words, n=1, cutoff=0.0)[0]
 
 
-def close_match(word: str, words: Iterable[str]) -> str | None:
+def close_match(word: str, words: Iterable[str], likeness: float = 0.7) -> str | None:
     """Return the word that a user who typed `word` meant, or None if nothing is near enough to guess."""
-    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=0.7)), None)
+    return next(iter(difflib.get_close_matches(word, words, n=1, cutoff=likeness)), None)
 
 
 def one_line(error: object) -> str:
