@@ -34,7 +34,7 @@ from hfgolf.config.sections import DataSection, RunConfig
 from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.files import require_paths, train_and_validation
 from hfgolf.data.tables import Column, other_keys
-from hfgolf.doctor.doctor import examine
+from hfgolf.doctor.doctor import advice, examine, settings_of
 from hfgolf.doctor.finding import Finding
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.hooks import standard_hooks
@@ -42,7 +42,7 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.hub import push_folder
 from hfgolf.publish.load import load_exported, load_model
 from hfgolf.report.report import render_page
-from hfgolf.run.folder import run_folder
+from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.metrics import read_metrics
 from hfgolf.run.record import read_run, read_summary, status
 from hfgolf.system.command import is_first_of_machine
@@ -50,7 +50,7 @@ from hfgolf.system.durable import replace_folder
 from hfgolf.system.errors import UserError
 from hfgolf.system.ranks import decide, together
 from hfgolf.system.signals import Signals
-from hfgolf.system.wording import join_words, one_line, shortened
+from hfgolf.system.wording import join_words, labeled, one_line, shortened
 from hfgolf.train import loop
 from hfgolf.train.claim import changed_text, completed, damage, with_own_folder
 from hfgolf.train.console import show_log
@@ -59,6 +59,7 @@ from hfgolf.train.finish import show_summary
 from hfgolf.train.hooks import Hook
 from hfgolf.train.init_from import FROZEN, weights_sha256
 from hfgolf.train.process import processes
+from hfgolf.train.successor import successor
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -87,7 +88,8 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
     """Train a run, or show and return the summary of one that is complete. Arguments and errors are those of `train`.
 
     A run that nobody named leaves another one's folder alone (claim.with_own_folder). A complete run whose model or
-    summary is damaged is rebuilt from its checkpoints.
+    summary is damaged is rebuilt from its checkpoints. If the minutes last longer than the text (successor.py), a
+    second run follows, unless there are hooks or several processes, and its summary is returned.
     """
     resolved, state = with_accelerate(resolved), processes()  # to compare it with a complete run
     with together(state.num_processes):
@@ -101,12 +103,23 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
             if changes:
                 logger.warning("the text has changed since it was trained (%s)", ", ".join(changes))
             show_summary(summary)
-            return summary
-        damaged = decide(lambda: damage(folder, resolved))
-        if damaged:
-            logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
-            resolved = resolved.resolve("auto", train__resume="auto")
-        return train(resolved, hooks, signals)
+        else:
+            damaged = decide(lambda: damage(folder, resolved))
+            if damaged:
+                logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
+                resolved = resolved.resolve("auto", train__resume="auto")
+            summary = train(resolved, hooks, signals)
+    taught = None if hooks or state.num_processes > 1 else successor(resolved)
+    if taught is not None:
+        last = train_once(taught, signals=signals)
+        lower = summary["val_loss"] - last["val_loss"]
+        than = f"{'lower' if lower > 0 else 'higher'} than {folder.path}, nats per token"
+        logger.info("%s", labeled("taught", f"{abs(lower):.4f} {than}", 16))
+        return last
+    better = advice(folder.path, summary.get("epochs"), settings_of(folder.path))
+    if better and state.is_main_process:
+        logger.info("%s", labeled("better", better, 16))
+    return summary
 
 
 def fit(
@@ -136,7 +149,8 @@ def fit(
     name: of the run, and of its folder in run.output_dir. None: that of the text or the config, with a number if
     another run has it.
     max_minutes, max_steps: when to end. One of them replaces both limits of the config. Without a config, minutes also
-    choose shape, vocabulary and rates, as of `hfgolf train my.txt --minutes`.
+    choose shape, vocabulary and rates, as of `hfgolf train my.txt --minutes`; if a short text is used up before they
+    are over, the run that is returned is of a second model, which learned from the first.
     data, model, tokenizer, and sections: a section of the config as {key: value}; docs/config.md lists them. Or
     objects: as data a Dataset, a DataFrame or another table with a column `text` (or the data.text_column of config),
     one string per document, or a dict of them (a DatasetDict), of which `train` trains and `validation` or `test`
@@ -178,7 +192,7 @@ def fit(
         if not folder.path.exists():
             require_paths(resolved.config.data)  # before there is a folder
         try:
-            train_once(resolved, hooks=hooks)
+            folder = RunFolder(Path(train_once(resolved, hooks=hooks)["model"]).parent)
         except SystemExit as stopped:
             if stopped.code != 128 + signal.SIGINT:
                 raise

@@ -6,10 +6,11 @@
 The first command writes each text, lets `hfgolf train TEXT --minutes N` choose, and times a step of the choice and of a
 grid of twelve around it: two thirds and one and a half of its width, the next vocabularies, alone and together, with
 the rates that go with them; both rates times 0.7 and 1.4; other dropout; six tenths of the steps. And of
-configs/small.yaml, and of a longer training if the choice ends before the minutes do. Each gets as many steps as the
-minutes have. The second command trains them, one thread each, adds a row for each to proof.jsonl beside this file, and
-prints how far they are from the choice, in nats per byte and per token of the choice. A row has the start of its text's
-sha256, and the machine that chose; older rows, of texts that were not kept, have neither.
+configs/small.yaml, and if the choice ends before the minutes do, of a longer training, and of a second model that the
+choice teaches if there is time. Each gets as many steps as the minutes have. The second command trains them, one thread
+each, adds a row for each to proof.jsonl beside this file, and prints how far they are from the choice, in nats per byte
+and per token of the choice. A row has the start of its text's sha256, and the machine that chose; older rows, of texts
+that were not kept, have neither.
 """
 
 from __future__ import annotations
@@ -38,19 +39,20 @@ from typing import Any
 import torch
 
 from hfgolf import api
-from hfgolf.config.parse import AUTOPILOT, load_config
+from hfgolf.config.parse import AUTOPILOT, DISTILL_FROM, load_config
 from hfgolf.system.hardware import device_name
 from hfgolf.train.autopilot import EVALUATIONS, SHARE_OF_STEPS, VOCABULARIES, choose, seconds_per_step
 from hfgolf.train.decisions import decide
 from hfgolf.train.law import heads_of, layers_of, rates_of
 from hfgolf.train.process import processes, share_of_cores, tune_memory
+from hfgolf.train.successor import has_time
 
 sys.path.append(str(Path(__file__).parents[1]))
 from jobs import do_unclaimed, rows_of, series_of
 
 ROWS = Path(__file__).parent / "proof.jsonl"
 JOBS = Path("proof_jobs.jsonl")
-CHOICE, SMALL, SHORTER, LONGER = "choice", "small", "shorter", "longer"
+CHOICE, SMALL, SHORTER, LONGER, TAUGHT = "choice", "small", "shorter", "longer", "taught"
 RECORDED = tuple(key for key in AUTOPILOT if key != "train.eval_every_steps")
 
 
@@ -189,7 +191,7 @@ def neighbors(chosen: dict[str, Any]) -> dict[str, dict[str, Any]]:
     grid["dropout"] = stay | {"model.dropout": 0.0 if chosen["model.dropout"] else 0.1}
     grid[SHORTER] = stay
     if chosen["train.max_tokens"] is not None:
-        grid[LONGER] = stay
+        grid |= {LONGER: stay, TAUGHT: stay}
     grid[SMALL] = _width(256) | _vocabulary(4096) | {"model.dropout": 0.0, "train.max_tokens": None}
     grid[SMALL] |= {"batch.tokens_per_step": 2048}
     return grid
@@ -229,6 +231,8 @@ def jobs_of(text: Path, minutes: float) -> list[dict[str, Any]]:
         steps = whole = round(SHARE_OF_STEPS * 60 * minutes / seconds)
         if (most := values["train.max_tokens"]) is not None:
             steps = min(steps, round(most / config.batch.tokens_per_step))
+        if name == TAUGHT and not has_time(steps * seconds, SHARE_OF_STEPS * minutes):
+            continue
         others = {SHORTER: round(0.6 * steps), LONGER: min(whole, round(steps / 0.6))}
         job = {"text": str(text), "minutes": minutes, "name": name, "machine": device_name(device), "seconds": seconds}
         jobs.append(job | {"values": values | {"train.max_tokens": None, "train.max_steps": others.get(name, steps)}})
@@ -250,6 +254,10 @@ def train(job: dict[str, Any], seed: int) -> dict[str, Any]:
             "train.compile": False,
         }
         summary = api.train(load_config([job["text"]], values=stated))
+        if job["name"] == TAUGHT:
+            first = str(Path(folder, "run"))
+            values = {DISTILL_FROM: [first], "run.output_dir": folder, "run.name": TAUGHT}
+            summary = api.train(load_config([], values=values))
     reached = {"seed": seed, "bits_per_byte": summary["val_bits_per_byte"], "val_loss": summary["val_loss"]}
     text, sha256 = Path(job["text"]).stem.split("-")
     return job | reached | {"text": text, "sha256": sha256}

@@ -354,8 +354,12 @@ def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConf
 
 def text_name(texts: Sequence[str]) -> str:
     """Return the name of a run on these texts: that of the first, without its ending, and not too long for run.name."""
-    name = re.sub(r"[^\w.-]+|^\W+", "_", Path(texts[0]).name.partition(".")[0]) or "text"
-    return name.encode()[:_MAX_NAME_BYTES].decode(errors="ignore")
+    return name_of(re.sub(r"[^\w.-]+|^\W+", "_", Path(texts[0]).name.partition(".")[0]) or "text")
+
+
+def name_of(text: str, ending: str = "") -> str:
+    """Return a name of a run that is not too long: a text, shortened if it must be, and an ending."""
+    return text.encode()[: _MAX_NAME_BYTES - len(ending)].decode(errors="ignore") + ending
 
 
 def _implied(below: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:

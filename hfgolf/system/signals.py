@@ -22,6 +22,7 @@ from typing import Any
 SAME_REQUEST_SECONDS = 1.0
 DEAF_SECONDS = 2.0
 """How long a handler may wait for Python to run it before the thread acts."""
+BEFORE_THE_FIRST_STEP = "before the first step; run the same command to start again"
 _LAUNCHER_POLL_SECONDS = 1.0
 # Windows has neither of these.
 _SIGHUP = getattr(signal, "SIGHUP", None)
@@ -39,13 +40,15 @@ class Signals:
     once. Python installs handlers only in the main thread; in another thread, this object never receives a request.
     """
 
-    def __init__(self, stop_message: str = "before the first step; run the same command to start again") -> None:
+    def __init__(self, stop_message: str = BEFORE_THE_FIRST_STEP) -> None:
         self.stop = 0
         """Number of the signal that requested a stop; 0 if none did."""
         self.save = 0
         """1 if a checkpoint was requested."""
         self.stop_message = stop_message
         """Printed after "stopped by SIGTERM"."""
+        self.runs = 0
+        """How many have begun."""
         self._stopped_at = 0.0
         self._handled = 0
         """How many signals the handler has handled."""

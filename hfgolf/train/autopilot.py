@@ -36,6 +36,7 @@ from hfgolf.system.wording import count_of, duration, labeled, rounded
 from hfgolf.train.build import build_model
 from hfgolf.train.decisions import free_bytes
 from hfgolf.train.law import Shape, Text, bits_per_byte, heads_of, layers_of, rates_of, tokens_per_step_of
+from hfgolf.train.successor import has_time
 
 WIDTHS = (128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536)
 VOCABULARIES = (512, 1024, 2048, 4096, 8192, 16384)
@@ -140,7 +141,8 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Ch
         longer = config.replace(train__max_minutes=times * minutes)
         others[name] = _best(_choices(longer, open_keys, text, speed, sizes, num_processes))
     seconds = speed.seconds(best.shape, best.tokens_per_step)
-    return Chosen(_values(config, best, open_keys), _described(best, others, text), best.tokens_per_step / seconds)
+    lines = _described(best, others, text, minutes if num_processes == 1 else 0)
+    return Chosen(_values(config, best, open_keys), lines, best.tokens_per_step / seconds)
 
 
 def _best(choices: Iterable[Choice]) -> Choice:
@@ -335,16 +337,18 @@ def _median_seconds(work: Callable[[], None], device: torch.device) -> float:
     return statistics.median(seconds() for _ in range(times))
 
 
-def _described(best: Choice, others: Mapping[str, Choice], text: Text) -> list[str]:
+def _described(best: Choice, others: Mapping[str, Choice], text: Text, minutes: float) -> list[str]:
     """Return three lines: what was chosen, with what the law expects of it; what else there was; how to change it.
 
-    others: {what is different: the best choice with it}.
+    others: {what is different: the best choice with it}. minutes: of this run and of one that it teaches.
     """
     shape = best.shape
     what = f"{count_of(shape.layers, 'layer')} of width {shape.width}, {_vocabulary(shape)}"
     what += f", dropout {shape.dropout:g}" if shape.dropout else ""
     length = f"{rounded(best.tokens)} tokens in steps of {best.tokens_per_step:,}"
     length += "" if best.is_whole else f", which use up this text in {duration(best.seconds)}"
+    if not best.is_whole and has_time(best.seconds, SHARE_OF_STEPS * minutes):
+        length += "; then this model teaches another one"
     found = [
         f"{name} {other.bits_per_byte / best.bits_per_byte - 1:+.1%}"
         for name, other in others.items()

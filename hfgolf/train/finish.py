@@ -31,7 +31,6 @@ from hfgolf.checkpoint.store import (
 )
 from hfgolf.data.batches import explain_worker
 from hfgolf.data.cache_folder import DamagedCacheError
-from hfgolf.doctor.doctor import advice, settings_of
 from hfgolf.evaluate.bits_per_byte import compressor_scores
 from hfgolf.evaluate.context import undo_compilation
 from hfgolf.measure.memory import used_memory_bytes
@@ -266,8 +265,6 @@ def show_summary(summary: dict[str, Any]) -> None:
     logger.info('in Python        AutoModelForCausalLM.from_pretrained("%s"%s)', summary["model"], trust)
     command, name = own_command(), shlex.quote(str(folder.path))
     logger.info("next             %s generate %s\n%s%s chat %s", command, name, 17 * " ", command, name)
-    if better := advice(folder.path, summary.get("epochs"), settings_of(folder.path)):
-        logger.info("better           %s", better)
 
 
 def beside_compressors(summary: dict[str, Any]) -> str:

@@ -19,7 +19,7 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import cpu_cores
 from hfgolf.system.ranks import together
 from hfgolf.system.rendezvous import find_launch, meet
-from hfgolf.system.signals import Signals
+from hfgolf.system.signals import BEFORE_THE_FIRST_STEP, Signals
 from hfgolf.system.stopwatch import Stopwatch, process_seconds
 from hfgolf.train.console import console
 from hfgolf.train.launched import check_settings, launch_arguments
@@ -43,20 +43,22 @@ def session(config: RunConfig, signals: Signals | None) -> Iterator[tuple[Signal
     """Handle signals, meet the other processes and open the console inside a `with` block.
 
     signals: already entered by the caller; None: the caller is Python, which has done other things before. Yields the
-    signals and the stopwatch of the run. Afterwards, the next run may choose another precision. Raises UserError if the
-    processes do not share the run's folder.
+    signals and the stopwatch of the run. Of what the caller did, only that before its first run belongs to it.
+    Afterwards, the next run may choose another precision. Raises UserError if the processes do not share the run's
+    folder.
     """
     from accelerate.state import AcceleratorState
 
     from hfgolf.run.folder import run_folder
     from hfgolf.train.claim import require_shared
 
-    not_ours = process_seconds() if signals is None else 0.0
+    not_ours = 0.0 if signals is not None and not signals.runs else process_seconds()
     is_own = not AcceleratorState._shared_state
     with contextlib.ExitStack() as stack:
         if is_own:
             stack.callback(AcceleratorState._reset_state)
         signals = stack.enter_context(signals or Signals())
+        signals.runs, signals.stop_message = signals.runs + 1, BEFORE_THE_FIRST_STEP
         stack.enter_context(console)
         stack.enter_context(together(processes().num_processes))
         if processes().is_main_process:
