@@ -52,11 +52,8 @@ CELLS = """
     1.67e14 shakespeare                    256/1024x4096-0.2
 """
 """Each line: FLOPs, texts, and runs: WIDTH/VOCABULARY, xTOKENS of a step (2,048), -DROPOUT (0), sLENGTH of a sequence
-(256), lLAYERS (law.py's). Rows of other FLOPs in runs.jsonl are of an earlier table.
+(256), lLAYERS (law.py's).
 """
-OPTIMIZER = "NorMuon"
-"""In the rows; earlier ones are of Muon. By another optimizer, a text counts as another one: a model that learns faster
-knows it by heart sooner, too."""
 RUN = r"(\d+)/(\d+)(?:x(\d+))?(?:-([\d.]+))?(?:s(\d+))?(?:l(\d+))?"
 
 
@@ -144,7 +141,6 @@ def train(cell: Cell, folder: Path) -> dict[str, object]:
     return {
         "name": cell.name,
         **asdict(cell),
-        "text": f"{cell.text}, {OPTIMIZER}",
         "train_bytes": (folder / f"{cell.text}.train.txt").stat().st_size,
         "density": density((folder / f"{cell.text}.train.txt").read_text()[:2_000_000]),
         "steps": cell.steps,

@@ -2,7 +2,6 @@
 
 Prints the constants of hfgolf/train/law.py, how far the law is from the runs, and how far from an eighth of them that
 the fit has not seen, for each eighth. Each text has a scale and a floor of its own; the law's are lines through them.
-Runs of the optimizer that is the default now, whose texts name it, are few yet, and count PRESENT times.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from hfgolf.train.law import Law, Shape, Text, bits_per_byte
 
 RUNS = Path(__file__).parent / "runs.jsonl"
 STARTS, FOLDS = 8, 8
-PRESENT = 3.0
 PRIOR = {
     "capacity": ([0.3, 0.25, 0.37], [1, 0.4, 0.5]),
     "dropout": ([0.8], [0.5]),
@@ -97,13 +95,12 @@ def fit(rows: list[dict[str, Any]], texts: list[str], starts: int, first: Sequen
     prior = np.log(np.concatenate([numbers for numbers, _ in (*PRIOR.values(), *of_texts)]))
     spreads = np.concatenate([spreads for _, spreads in (*PRIOR.values(), *of_texts)])
     prior, spreads = np.append(prior, FLOOR[0] * len(texts)), np.append(spreads, FLOOR[1] * len(texts))
-    weights = [100 * (PRESENT if ", " in row["text"] else 1) for row in rows]
     rng, best = np.random.default_rng(0), None
     for start in range(starts):
         begin = prior if first is None else np.array(first)
         found = least_squares(
             lambda point: [
-                *(weight * error for weight, error in zip(weights, differences(rows, texts, point), strict=True)),
+                *(100 * error for error in differences(rows, texts, point)),
                 *((point - prior) / spreads),
             ],
             begin + (rng.normal(size=len(prior)) * spreads / 2 if start else 0),
