@@ -1,16 +1,18 @@
-"""Does the autopilot choose well? In a folder of its own, on a quiet machine, and then with a process per core:
+"""Does the autopilot choose well? In a folder of its own, and then with a process per core:
 
     python benchmarks/law/proof.py --texts prose200k hfgolf1m packages20m --minutes 1 3 10
     python benchmarks/law/proof.py --train 1 2
 
-The first command writes each text, lets `hfgolf train TEXT --minutes N` choose, and times a step of the choice and of a
-grid of twelve around it: two thirds and one and a half of its width, the next vocabularies, alone and together, with
-the rates that go with them; both rates times 0.7 and 1.4; other dropout; six tenths of the steps. And of
-configs/small.yaml, and if the choice ends before the minutes do, of a longer training, and of a second model that the
-choice teaches if there is time. Each gets as many steps as the minutes have. The second command trains them, one thread
-each, adds a row for each to proof.jsonl beside this file, and prints how far they are from the choice, in nats per byte
-and per token of the choice. A row has the start of its text's sha256, and the machine that chose; older rows, of texts
-that were not kept, have neither.
+The first command writes each text, lets `hfgolf train TEXT --minutes N` choose, and makes a grid of twelve around it:
+two thirds and one and a half of its width, the next vocabularies, alone and together, with the rates that go with them;
+both rates times 0.7 and 1.4; other dropout; six tenths of the steps. And configs/small.yaml, and if the choice ends
+before the minutes do, a longer training, and a second model that the choice teaches if there is time. Each gets as many
+steps as the minutes have on a machine whose steps take 28.6 ms and their FLOPs at 320 GFLOP/s, as about on two cores of
+an AMD EPYC with AVX512-BF16: steps that are timed here and now would depend on what else the machine does.
+
+The second command trains them, one thread each, adds a row for each to proof.jsonl beside this file, and prints how far
+they are from the choice, in nats per byte and per token of the choice. A row has the start of its text's sha256, and
+the machine that was assumed, or timed in older rows; the oldest, of texts that were not kept, have neither.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ import torch
 
 from hfgolf import api
 from hfgolf.config.parse import AUTOPILOT, DISTILL_FROM, load_config
-from hfgolf.system.hardware import device_name
-from hfgolf.train.autopilot import EVALUATIONS, SHARE_OF_STEPS, VOCABULARIES, choose, seconds_per_step
+from hfgolf.config.sections import RunConfig
+from hfgolf.train import autopilot
+from hfgolf.train.autopilot import EVALUATIONS, SHARE_OF_STEPS, VOCABULARIES, choose
 from hfgolf.train.decisions import decide
-from hfgolf.train.law import heads_of, layers_of, rates_of
-from hfgolf.train.process import processes, share_of_cores, tune_memory
+from hfgolf.train.law import Shape, heads_of, layers_of, rates_of
 from hfgolf.train.successor import has_time
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -53,6 +55,7 @@ from jobs import do_unclaimed, rows_of, series_of
 ROWS = Path(__file__).parent / "proof.jsonl"
 JOBS = Path("proof_jobs.jsonl")
 CHOICE, SMALL, SHORTER, LONGER, TAUGHT = "choice", "small", "shorter", "longer", "taught"
+FIXED_SECONDS, FLOPS = 0.0286, 320e9  # of a step
 RECORDED = tuple(key for key in AUTOPILOT if key != "train.eval_every_steps")
 
 
@@ -217,26 +220,31 @@ def _vocabulary(entries: int) -> dict[str, Any]:
 
 def jobs_of(text: Path, minutes: float) -> list[dict[str, Any]]:
     """Return the runs for a text and minutes, each with the steps that it makes in them by the time of its step."""
-    resolved = load_config([str(text)], values={"train.max_minutes": minutes})
-    decisions, device = decide(resolved, {}), processes().device
-    torch.set_num_threads(share_of_cores(1))
-    tune_memory(decisions.config)
-    chosen = choose(decisions, device, 1).values
+    autopilot.seconds_per_step = seconds_per_step
+    decisions = decide(load_config([str(text)], values={"train.max_minutes": minutes}), {})
+    chosen = choose(decisions, torch.device("cpu"), 1).values
     choice = {key: chosen[key.replace(".", "__")] for key in RECORDED}
+    machine = f"assumed: {1000 * FIXED_SECONDS:g} ms and {FLOPS / 1e9:g} GFLOP/s"
     jobs = []
     for name, values in {CHOICE: choice, **neighbors(choice)}.items():
         config = decisions.config.replace(**{key.replace(".", "__"): value for key, value in values.items()})
-        vocabulary = 256 if config.tokenizer.kind == "byte" else config.tokenizer.max_vocab_size
-        seconds = seconds_per_step(config, vocabulary, device, 1)
+        seconds = seconds_per_step(config, 256 if config.tokenizer.kind == "byte" else config.tokenizer.max_vocab_size)
         steps = whole = round(SHARE_OF_STEPS * 60 * minutes / seconds)
         if (most := values["train.max_tokens"]) is not None:
             steps = min(steps, round(most / config.batch.tokens_per_step))
         if name == TAUGHT and not has_time(steps * seconds, SHARE_OF_STEPS * minutes):
             continue
         others = {SHORTER: round(0.6 * steps), LONGER: min(whole, round(steps / 0.6))}
-        job = {"text": str(text), "minutes": minutes, "name": name, "machine": device_name(device), "seconds": seconds}
+        job = {"text": str(text), "minutes": minutes, "name": name, "machine": machine, "seconds": seconds}
         jobs.append(job | {"values": values | {"train.max_tokens": None, "train.max_steps": others.get(name, steps)}})
     return jobs
+
+
+def seconds_per_step(config: RunConfig, vocabulary: int, *machine: Any) -> float:
+    """Return the seconds of a step on the machine that is assumed."""
+    shape = Shape(config.model.hidden_size, config.model.num_hidden_layers, vocabulary)
+    flops = config.batch.tokens_per_step * shape.flops_per_token(config.batch.sequence_length)
+    return FIXED_SECONDS + flops / FLOPS
 
 
 def train(job: dict[str, Any], seed: int) -> dict[str, Any]:
