@@ -50,7 +50,7 @@ from hfgolf.system.durable import replace_folder
 from hfgolf.system.errors import UserError
 from hfgolf.system.ranks import decide, together
 from hfgolf.system.signals import Signals
-from hfgolf.system.wording import join_words, labeled, one_line, shortened
+from hfgolf.system.wording import duration, join_words, labeled, one_line, shortened
 from hfgolf.train import loop
 from hfgolf.train.claim import changed_text, completed, damage, with_own_folder
 from hfgolf.train.console import show_log
@@ -96,7 +96,7 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
         if "run.name" not in resolved.sources and (resume := resolved.config.train.resume) in (None, "auto"):
             resolved = with_own_folder(resolved, starts_beside_unfinished=resume is None)
         folder = run_folder(resolved.config)
-        summary = decide(lambda: completed(folder, resolved))
+        summary, changes = decide(lambda: completed(folder, resolved)), list[str]()
         if summary:
             logger.info("%s is complete; to train again, choose another --run.name or delete that folder", folder.path)
             changes = changed_text(folder, resolved.config) if state.is_main_process else []
@@ -109,8 +109,10 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
                 logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
                 resolved = resolved.resolve("auto", train__resume="auto")
             summary = train(resolved, hooks, signals)
-    taught = None if hooks or state.num_processes > 1 else successor(resolved)
-    if taught is not None:
+    is_one = not (hooks or changes or state.num_processes > 1)
+    if is_one and (taught := successor(resolved)):
+        left = duration(60 * (taught.config.train.max_minutes or 0))
+        logger.info("\n%s", labeled("then", f"{folder.path} teaches another model in the {left} that are left"))
         last = train_once(taught, signals=signals)
         lower = summary["val_loss"] - last["val_loss"]
         than = f"{'lower' if lower > 0 else 'higher'} than {folder.path}, nats per token"

@@ -73,8 +73,8 @@ def layers_of(width: int) -> int:
     """Return the number of layers that goes with a width: 3 up to 128, 5 with 256, 9 with 512.
 
     With two, attention does not learn to copy: of Python, 64 wide, 1.58 bits per byte instead of 1.22 with three, 128
-    wide, after as many tokens (by Muon without NorMuon). With three, four and six of 128, after as many FLOPs: 1.33, 1.30
-    and 1.43 of Python, 2.04, 2.04 and 2.07 of Shakespeare.
+    wide, after as many tokens (by Muon without NorMuon). With three, four and six of 128, after as many FLOPs: 1.33,
+    1.30 and 1.43 of Python, 2.04, 2.04 and 2.07 of Shakespeare.
     """
     return max(3, 1 + width // 64)
 
@@ -103,7 +103,7 @@ def tokens_per_step_of(tokens: float) -> int:
     """Return the tokens of a step that go with the tokens of a training: a power of two, from 2,048 on.
 
     Of 1.5 million, 128 wide, by Muon without NorMuon: 1,024 per step end at 1.298 bits per byte of Python, 2,048 at
-    1.284, 4,096 at 1.353. Of 0.6 million, by today's optimizer, 1,024 are 0.008 better of Python and 0.017 of Shakespeare.
+    1.284, 4,096 at 1.353. Of 0.6 million, by today's optimizer, 1,024 end 0.008 lower of Python, 0.017 of Shakespeare.
     """
     return int(min(2**19, max(2**11, 2 ** round(math.log2(1.8 * math.sqrt(max(tokens, 1.0)))))))
 

@@ -5,15 +5,11 @@ Owns when this pays and the config of the second run, which is an ordinary one. 
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 from hfgolf.config.parse import DISTILL_FROM, ResolvedConfig, load_config, name_of
 from hfgolf.run.folder import run_folder
 from hfgolf.run.record import read_summary
-from hfgolf.system.wording import duration, labeled
-
-logger = logging.getLogger(__name__)
 
 COST = 4 / 3
 """Of a training with a teacher, as a factor: its forward pass is a third of a step."""
@@ -40,7 +36,5 @@ def successor(said: ResolvedConfig) -> ResolvedConfig | None:
     values |= {DISTILL_FROM: [str(folder.path)], "train.max_minutes": float(f"{left / 60:.3g}")}
     values |= {"train.resume": "auto"} if config.train.resume else {}
     taught = load_config([], values=values)
-    taught = ResolvedConfig(taught.config.replace(run__name=name_of(str(config.run.name), "-taught")), taught.sources)
-    line = f"{folder.path} teaches another model in the {duration(left)} that are left"
-    logger.info("\n%s", labeled("then", line))
-    return taught
+    # without a source: if another run has that name, this one gets a number
+    return ResolvedConfig(taught.config.replace(run__name=name_of(str(config.run.name), "-taught")), taught.sources)

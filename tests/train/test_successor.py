@@ -44,7 +44,7 @@ def test_a_second_model_learns_from_the_first_once(run, tiny_run, caplog):
     assert again["run"] == "tiny-taught" and (taught / "summary.json").stat().st_mtime_ns == ended_at
 
 
-def test_nothing_follows_what_the_autopilot_did_not_end_early(run, tiny_run):
+def test_nothing_follows_what_the_autopilot_did_not_end_early(run, tiny_run, monkeypatch):
     arguments = tiny_run(**USED_UP)
     run(arguments)
     assert successor(chosen(arguments)) is not None
@@ -52,6 +52,8 @@ def test_nothing_follows_what_the_autopilot_did_not_end_early(run, tiny_run):
     short = chosen(tiny_run(**USED_UP | {"train__max_minutes": 0.001}))
     assert successor(short) is None, "no time left"
     assert api.train_once(chosen(arguments), [Hook()])["run"] == "tiny", "a hook is of one run"
+    monkeypatch.setattr(api, "changed_text", lambda folder, config: ["a file"])
+    assert api.train_once(chosen(arguments))["run"] == "tiny", "nobody teaches another text"
 
 
 def test_nothing_follows_a_training_that_took_all_of_its_minutes(run, tiny_run):
