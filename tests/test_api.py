@@ -64,7 +64,12 @@ def resolved(monkeypatch) -> list[ResolvedConfig]:
     from hfgolf import api as module
 
     taken: list[ResolvedConfig] = []
-    monkeypatch.setattr(module, "train_once", lambda resolved, **_: taken.append(resolved))
+
+    def take(resolved: ResolvedConfig, **_: Any) -> dict[str, Any]:
+        taken.append(resolved)
+        return {"model": "runs/my/model"}
+
+    monkeypatch.setattr(module, "train_once", take)
     return taken
 
 
