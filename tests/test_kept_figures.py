@@ -148,7 +148,7 @@ def vocabulary() -> dict[str, list[str]]:
 def distillation() -> dict[str, list[str]]:
     rows = [json.loads(line) for line in (ROOT / "benchmarks/learning/distill.jsonl").read_text().splitlines()]
     stated = []
-    for text, teachers in (("shakespeare", 1), ("shakespeare", 2), ("shakespeare200", 2)):
+    for text, teachers in (("shakespeare", 1), ("shakespeare", 2), ("shakespeare200", 1), ("shakespeare200", 2)):
         alone, taught = (
             {r["seed"]: r["val_loss"] for r in rows if (r["text"], r["teachers"], r["share"]) == found}
             for found in ((text, 0, 0.0), (text, teachers, 0.5))
