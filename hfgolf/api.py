@@ -50,7 +50,7 @@ from hfgolf.system.durable import replace_folder
 from hfgolf.system.errors import UserError
 from hfgolf.system.ranks import decide, together
 from hfgolf.system.signals import Signals
-from hfgolf.system.wording import duration, join_words, labeled, one_line, shortened
+from hfgolf.system.wording import join_words, labeled, one_line, shortened
 from hfgolf.train import loop
 from hfgolf.train.claim import changed_text, completed, damage, with_own_folder
 from hfgolf.train.console import show_log
@@ -59,7 +59,7 @@ from hfgolf.train.finish import show_summary
 from hfgolf.train.hooks import Hook
 from hfgolf.train.init_from import FROZEN, weights_sha256
 from hfgolf.train.process import processes
-from hfgolf.train.successor import successor
+from hfgolf.train.successor import second_teacher, taught, teachers_in_time
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -88,32 +88,21 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
     """Train a run, or show and return the summary of one that is complete. Arguments and errors are those of `train`.
 
     A run that nobody named leaves another one's folder alone (claim.with_own_folder). A complete run whose model or
-    summary is damaged is rebuilt from its checkpoints. If the minutes last longer than the text (successor.py), a
-    second run follows, unless there are hooks or several processes, and its summary is returned.
+    summary is damaged is rebuilt from its checkpoints. If the minutes last longer than the text (successor.py), one or
+    two runs follow, unless there are hooks or several processes, and the summary of the last is returned.
     """
-    resolved, state = with_accelerate(resolved), processes()  # to compare it with a complete run
-    with together(state.num_processes):
-        if "run.name" not in resolved.sources and (resume := resolved.config.train.resume) in (None, "auto"):
-            resolved = with_own_folder(resolved, starts_beside_unfinished=resume is None)
-        folder = run_folder(resolved.config)
-        summary, changes = decide(lambda: completed(folder, resolved)), list[str]()
-        if summary:
-            logger.info("%s is complete; to train again, choose another --run.name or delete that folder", folder.path)
-            changes = changed_text(folder, resolved.config) if state.is_main_process else []
-            if changes:
-                logger.warning("the text has changed since it was trained (%s)", ", ".join(changes))
-            show_summary(summary)
-        else:
-            damaged = decide(lambda: damage(folder, resolved))
-            if damaged:
-                logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
-                resolved = resolved.resolve("auto", train__resume="auto")
-            summary = train(resolved, hooks, signals)
-    is_one = not (hooks or changes or state.num_processes > 1)
-    if is_one and (taught := successor(resolved)):
-        left = duration(60 * (taught.config.train.max_minutes or 0))
-        logger.info("\n%s", labeled("then", f"{folder.path} teaches another model in the {left} that are left"))
-        last = train_once(taught, signals=signals)
+    resolved, summary, changes = _train_or_show(resolved, hooks, signals)
+    folder, state = run_folder(resolved.config), processes()
+    is_alone = not (hooks or changes or state.num_processes > 1)
+    if is_alone and (count := teachers_in_time(resolved)):
+        who = f"{folder.path} teaches another model"
+        who = who if count == 1 else f"{folder.path} and a second model teach another one"
+        logger.info("\n%s", labeled("then", f"{who}, in the minutes that are left"))
+        teachers = [folder]
+        if count > 1:
+            second, *_ = _train_or_show(second_teacher(resolved), signals=signals)
+            teachers.append(run_folder(second.config))
+        _, last, _ = _train_or_show(taught(resolved, teachers), signals=signals)
         lower = summary["val_loss"] - last["val_loss"]
         than = f"{'lower' if lower > 0 else 'higher'} than {folder.path}, nats per token"
         logger.info("%s", labeled("taught", f"{abs(lower):.4f} {than}", 16))
@@ -122,6 +111,30 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
     if better and state.is_main_process:
         logger.info("%s", labeled("better", better, 16))
     return summary
+
+
+def _train_or_show(
+    resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Signals | None = None
+) -> tuple[ResolvedConfig, dict[str, Any], list[str]]:
+    """Train a run or show a complete one; return its config and summary, and how its text has changed since."""
+    resolved, state = with_accelerate(resolved), processes()  # to compare it with a complete run
+    with together(state.num_processes):
+        if "run.name" not in resolved.sources and (resume := resolved.config.train.resume) in (None, "auto"):
+            resolved = with_own_folder(resolved, starts_beside_unfinished=resume is None)
+        folder = run_folder(resolved.config)
+        summary = decide(lambda: completed(folder, resolved))
+        if summary:
+            logger.info("%s is complete; to train again, choose another --run.name or delete that folder", folder.path)
+            changes = changed_text(folder, resolved.config) if state.is_main_process else []
+            if changes:
+                logger.warning("the text has changed since it was trained (%s)", ", ".join(changes))
+            show_summary(summary)
+            return resolved, summary, changes
+        damaged = decide(lambda: damage(folder, resolved))
+        if damaged:
+            logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
+            resolved = resolved.resolve("auto", train__resume="auto")
+        return resolved, train(resolved, hooks, signals), []
 
 
 def fit(
@@ -152,7 +165,7 @@ def fit(
     another run has it.
     max_minutes, max_steps: when to end. One of them replaces both limits of the config. Without a config, minutes also
     choose shape, vocabulary and rates, as of `hfgolf train my.txt --minutes`; if a short text is used up before they
-    are over, the run that is returned is of a second model, which learned from the first.
+    are over, the run that is returned is of another model, which learned from the first.
     data, model, tokenizer, and sections: a section of the config as {key: value}; docs/config.md lists them. Or
     objects: as data a Dataset, a DataFrame or another table with a column `text` (or the data.text_column of config),
     one string per document, or a dict of them (a DatasetDict), of which `train` trains and `validation` or `test`

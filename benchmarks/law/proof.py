@@ -47,7 +47,7 @@ from hfgolf.train import autopilot
 from hfgolf.train.autopilot import EVALUATIONS, SHARE_OF_STEPS, VOCABULARIES, choose
 from hfgolf.train.decisions import decide
 from hfgolf.train.law import Shape, heads_of, layers_of, rates_of
-from hfgolf.train.successor import has_time
+from hfgolf.train.successor import count_teachers
 
 sys.path.append(str(Path(__file__).parents[1]))
 from jobs import do_unclaimed, rows_of, series_of
@@ -232,7 +232,7 @@ def jobs_of(text: Path, minutes: float) -> list[dict[str, Any]]:
         steps = whole = round(SHARE_OF_STEPS * 60 * minutes / seconds)
         if (most := values["train.max_tokens"]) is not None:
             steps = min(steps, round(most / config.batch.tokens_per_step))
-        if name == TAUGHT and not has_time(steps * seconds, SHARE_OF_STEPS * minutes):
+        if name == TAUGHT and not count_teachers(steps * seconds, SHARE_OF_STEPS * minutes):
             continue
         others = {SHORTER: round(0.6 * steps), LONGER: min(whole, round(steps / 0.6))}
         job = {"text": str(text), "minutes": minutes, "name": name, "machine": machine, "seconds": seconds}
@@ -263,8 +263,12 @@ def train(job: dict[str, Any], seed: int) -> dict[str, Any]:
         }
         summary = api.train(load_config([job["text"]], values=stated))
         if job["name"] == TAUGHT:
-            first = str(Path(folder, "run"))
-            values = {DISTILL_FROM: [first], "run.output_dir": folder, "run.name": TAUGHT}
+            count = count_teachers(steps * job["seconds"], SHARE_OF_STEPS * job["minutes"])
+            for place in range(1, count):
+                other = {"run.seed": seed + place, "run.name": f"run-{place}"}
+                api.train(load_config([job["text"]], values=stated | other))
+            runs = [str(Path(folder, name)) for name in ("run", "run-1")[:count]]
+            values = {DISTILL_FROM: runs, "run.output_dir": folder, "run.name": TAUGHT}
             summary = api.train(load_config([], values=values))
     reached = {"seed": seed, "bits_per_byte": summary["val_bits_per_byte"], "val_loss": summary["val_loss"]}
     text, sha256 = Path(job["text"]).stem.split("-")

@@ -36,7 +36,7 @@ from hfgolf.system.wording import count_of, duration, labeled, rounded
 from hfgolf.train.build import build_model
 from hfgolf.train.decisions import free_bytes
 from hfgolf.train.law import Shape, Text, bits_per_byte, heads_of, layers_of, rates_of, tokens_per_step_of
-from hfgolf.train.successor import has_time
+from hfgolf.train.successor import count_teachers
 
 WIDTHS = (128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536)
 VOCABULARIES = (512, 1024, 2048, 4096, 8192, 16384)
@@ -347,8 +347,8 @@ def _described(best: Choice, others: Mapping[str, Choice], text: Text, minutes: 
     what += f", dropout {shape.dropout:g}" if shape.dropout else ""
     length = f"{rounded(best.tokens)} tokens in steps of {best.tokens_per_step:,}"
     length += "" if best.is_whole else f", which use up this text in {duration(best.seconds)}"
-    if not best.is_whole and has_time(best.seconds, SHARE_OF_STEPS * minutes):
-        length += "; then this model teaches another one"
+    teachers = 0 if best.is_whole else count_teachers(best.seconds, SHARE_OF_STEPS * minutes)
+    length += ("", "; then it teaches another model", "; then it and a second one teach another model")[teachers]
     found = [
         f"{name} {other.bits_per_byte / best.bits_per_byte - 1:+.1%}"
         for name, other in others.items()

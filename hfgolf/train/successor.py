@@ -1,40 +1,60 @@
-"""The minutes that a short text leaves: the model that used it up teaches another one (hooks/distillation.py).
+"""The minutes that a short text leaves: models that used it up teach another one (hooks/distillation.py).
 
-Owns when this pays and the config of the second run, which is an ordinary one. Does not train.
+Owns how many there are, and the configs of the runs after the first, which are ordinary ones. Does not train.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from hfgolf.config.parse import DISTILL_FROM, ResolvedConfig, load_config, name_of
-from hfgolf.run.folder import run_folder
+from hfgolf.config.parse import DISTILL_FROM, ResolvedConfig, base_for, load_config, name_of
+from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.record import read_summary
 
-COST = 4 / 3
-"""Of a training with a teacher, as a factor: its forward pass is a third of a step."""
+COSTS = {1: 4 / 3, 2: 1 + 5 / 3}
+"""{teachers: what follows the first training, as a multiple of it}. The forward pass of each is a third of a step."""
 
 
-def has_time(seconds: float, minutes: float | None) -> bool:
-    """Return whether a training that took so many seconds can be repeated with a teacher in the minutes of both."""
-    return minutes is not None and (1 + COST) * seconds <= 60 * minutes
+def count_teachers(seconds: float, minutes: float) -> int:
+    """Return how many models that train for so many seconds can teach another one in the minutes of all: 0 to 2."""
+    return max((count for count, cost in COSTS.items() if (1 + cost) * seconds <= 60 * minutes), default=0)
 
 
-def successor(said: ResolvedConfig) -> ResolvedConfig | None:
-    """Return the config of the run that a complete one teaches, in what it left of its minutes.
-
-    None if the autopilot did not end it early, or if too little is left. It has the name of the first, with "-taught".
-    """
-    config, folder = said.config, run_folder(said.config)
-    settings, summary = folder.read_config() or {}, read_summary(folder.summary)
-    seconds = sum(value for key, value in summary.items() if key.startswith("seconds_"))
+def teachers_in_time(said: ResolvedConfig) -> int:
+    """Return how many models can teach another one after a complete run: 0 if the autopilot did not end it early."""
+    folder = run_folder(said.config)
+    settings = folder.read_config() or {}
     is_used_up = said.sources.get("train.max_tokens") == "auto" and settings.get("train.max_tokens")
-    if not (is_used_up and config.train.max_minutes and has_time(seconds, config.train.max_minutes)):
-        return None
-    left = 60 * config.train.max_minutes - seconds
-    values: dict[str, Any] = {key: config.flat()[key] for key in said.sources if key.startswith("hub.")}
-    values |= {DISTILL_FROM: [str(folder.path)], "train.max_minutes": float(f"{left / 60:.3g}")}
-    values |= {"train.resume": "auto"} if config.train.resume else {}
-    taught = load_config([], values=values)
-    # without a source: if another run has that name, this one gets a number
-    return ResolvedConfig(taught.config.replace(run__name=name_of(str(config.run.name), "-taught")), taught.sources)
+    return count_teachers(_seconds(folder), said.config.train.max_minutes or 0) if is_used_up else 0
+
+
+def second_teacher(said: ResolvedConfig) -> ResolvedConfig:
+    """Return the config of the training of a complete run with another seed. Its name ends with "-second"."""
+    folder = run_folder(said.config)
+    base = base_for({DISTILL_FROM: [str(folder.path)]})
+    return _named(said, load_config([], base=base, values=_limits(said, [folder], 1 / COSTS[2])), "-second")
+
+
+def taught(said: ResolvedConfig, teachers: Sequence[RunFolder]) -> ResolvedConfig:
+    """Return the config of the run that learns from a complete one, or from two. Its name ends with "-taught"."""
+    values: dict[str, Any] = {key: said.config.flat()[key] for key in said.sources if key.startswith("hub.")}
+    values |= {DISTILL_FROM: [str(folder.path) for folder in teachers]}
+    return _named(said, load_config([], values=values | _limits(said, teachers)), "-taught")
+
+
+def _limits(said: ResolvedConfig, before: Sequence[RunFolder], share: float = 1.0) -> dict[str, Any]:
+    """Return a share of the minutes that these runs left, and that a run resumes if the first one may."""
+    left = (said.config.train.max_minutes or 0) - sum(map(_seconds, before)) / 60
+    return {"train.max_minutes": float(f"{share * left:.3g}")} | (
+        {"train.resume": "auto"} if said.config.train.resume else {}
+    )
+
+
+def _named(said: ResolvedConfig, run: ResolvedConfig, ending: str) -> ResolvedConfig:
+    """Return a run with the name of the first and an ending; without a source: if another has it, it gets a number."""
+    return ResolvedConfig(run.config.replace(run__name=name_of(str(said.config.run.name), ending)), run.sources)
+
+
+def _seconds(folder: RunFolder) -> float:
+    return sum(value for key, value in read_summary(folder.summary).items() if key.startswith("seconds_"))

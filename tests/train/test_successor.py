@@ -1,4 +1,4 @@
-"""Of the minutes that a short text leaves, a second model learns from the first."""
+"""Of the minutes that a short text leaves, another model learns from the first, or from two."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ import pytest
 from hfgolf import Hook, api
 from hfgolf.config.parse import ResolvedConfig, load_config, read_settings
 from hfgolf.config.sections import RunConfig
-from hfgolf.run.folder import run_folder
+from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.system.signals import BEFORE_THE_FIRST_STEP, Signals
+from hfgolf.train import successor
 from hfgolf.train.process import session
-from hfgolf.train.successor import has_time, successor
+from hfgolf.train.successor import count_teachers, taught, teachers_in_time
 
 USED_UP = {"train__max_steps": "null", "train__max_tokens": 1536, "train__max_minutes": 5}
+SEED = RunConfig().run.seed
 
 
 def chosen(arguments: list[str], source: str = "auto") -> ResolvedConfig:
@@ -23,34 +25,43 @@ def chosen(arguments: list[str], source: str = "auto") -> ResolvedConfig:
     return ResolvedConfig(resolved.config, resolved.sources | {"train.max_tokens": source})
 
 
-def test_a_training_and_its_repetition_with_a_teacher_have_to_fit():
-    assert has_time(60, 7 / 3) and not has_time(61, 7 / 3) and not has_time(1, None)
+def test_all_trainings_have_to_fit():
+    minutes = {0: (0.1, 2.3), 1: (2.34, 3.6), 2: (3.67, 100)}
+    assert all(count_teachers(60, each) == count for count, some in minutes.items() for each in some)
 
 
-def test_a_second_model_learns_from_the_first_once(run, tiny_run, caplog):
+@pytest.mark.parametrize("count", [1, 2])
+def test_another_model_learns_from_the_first_ones_once(run, tiny_run, caplog, monkeypatch, count):
+    monkeypatch.setattr(successor, "COSTS", {each: successor.COSTS[each] for each in range(1, count + 1)})
     arguments = tiny_run(**USED_UP)
     first = run(arguments)
     with caplog.at_level(logging.INFO, "hfgolf"):
         summary = api.train_once(chosen(arguments))
-    taught = first.with_name("tiny-taught")
+    last = first.with_name("tiny-taught")
+    teachers = [first, first.with_name("tiny-second")][:count]
     assert summary["run"] == "tiny-taught" and summary["steps"] == 6
-    settings = read_settings(taught / "config.yaml")
-    assert settings["train.distill_from"] == [str(first)] and settings["run.seed"] == RunConfig().run.seed + 1
-    assert 4 < settings["train.max_minutes"] < 5, "what the first one left"
-    assert f"then     {first} teaches another model in the 4 min" in caplog.text
+    settings = read_settings(last / "config.yaml")
+    assert settings["train.distill_from"] == [*map(str, teachers)] and settings["run.seed"] == SEED + count
+    assert 4 < settings["train.max_minutes"] < 5, "what the others left"
+    assert {folder.name for folder in first.parent.iterdir()} == {*(each.name for each in teachers), last.name}
+    if count > 1:
+        second = read_settings(teachers[1] / "config.yaml")
+        assert second["train.distill_from"] == [] and second["run.seed"] == SEED + 1
+        assert second["train.max_steps"] == 6 and 1.5 < second["train.max_minutes"] < 1.875
+    who = ("teaches another model", "and a second model teach another one")[count - 1]
+    assert f"then     {first} {who}" in caplog.text
     assert f"than {first}, nats per token" in caplog.text and "better " not in caplog.text
-    ended_at = (taught / "summary.json").stat().st_mtime_ns
+    ended_at = (last / "summary.json").stat().st_mtime_ns
     again = api.train_once(chosen(arguments))
-    assert again["run"] == "tiny-taught" and (taught / "summary.json").stat().st_mtime_ns == ended_at
+    assert again["run"] == "tiny-taught" and (last / "summary.json").stat().st_mtime_ns == ended_at
 
 
 def test_nothing_follows_what_the_autopilot_did_not_end_early(run, tiny_run, monkeypatch):
     arguments = tiny_run(**USED_UP)
     run(arguments)
-    assert successor(chosen(arguments)) is not None
-    assert successor(chosen(arguments, "command line")) is None
-    short = chosen(tiny_run(**USED_UP | {"train__max_minutes": 0.001}))
-    assert successor(short) is None, "no time left"
+    assert teachers_in_time(chosen(arguments)) == 2
+    assert teachers_in_time(chosen(arguments, "command line")) == 0
+    assert teachers_in_time(chosen(tiny_run(**USED_UP | {"train__max_minutes": 0.001}))) == 0, "no time left"
     assert api.train_once(chosen(arguments), [Hook()])["run"] == "tiny", "a hook is of one run"
     monkeypatch.setattr(api, "changed_text", lambda folder, config: ["a file"])
     assert api.train_once(chosen(arguments))["run"] == "tiny", "nobody teaches another text"
@@ -59,7 +70,7 @@ def test_nothing_follows_what_the_autopilot_did_not_end_early(run, tiny_run, mon
 def test_nothing_follows_a_training_that_took_all_of_its_minutes(run, tiny_run):
     arguments = tiny_run(train__max_minutes=5)
     run(arguments)
-    assert successor(chosen(arguments)) is None
+    assert teachers_in_time(chosen(arguments)) == 0
 
 
 def test_only_the_first_run_of_a_command_begins_with_the_process(tiny_run):
@@ -78,7 +89,7 @@ def test_only_the_first_run_of_a_command_begins_with_the_process(tiny_run):
 @pytest.mark.parametrize("resume", [None, "auto", "latest"])
 def test_it_resumes_if_the_first_one_may(run, tiny_run, resume):
     arguments = tiny_run(**USED_UP)
-    run(arguments)
+    first = RunFolder(run(arguments))
     said = chosen(arguments)
-    follows = successor(ResolvedConfig(said.config.replace(train__resume=resume), said.sources))
-    assert follows is not None and follows.config.train.resume == (resume and "auto")
+    follows = taught(ResolvedConfig(said.config.replace(train__resume=resume), said.sources), [first])
+    assert follows.config.train.resume == (resume and "auto")
