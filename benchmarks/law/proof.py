@@ -240,8 +240,10 @@ def jobs_of(text: Path, minutes: float) -> list[dict[str, Any]]:
     return jobs
 
 
-def seconds_per_step(config: RunConfig, vocabulary: int, *machine: Any) -> float:
-    """Return the seconds of a step on the machine that is assumed."""
+def seconds_per_step(
+    config: RunConfig, vocabulary: int, device: torch.device | None = None, num_processes: int = 1
+) -> float:
+    """Return the seconds of a step on the machine that is assumed, whatever this one is."""
     shape = Shape(config.model.hidden_size, config.model.num_hidden_layers, vocabulary)
     flops = config.batch.tokens_per_step * shape.flops_per_token(config.batch.sequence_length)
     return FIXED_SECONDS + flops / FLOPS
