@@ -32,23 +32,22 @@ def teachers_in_time(said: ResolvedConfig) -> int:
 def second_teacher(said: ResolvedConfig) -> ResolvedConfig:
     """Return the config of the training of a complete run with another seed. Its name ends with "-second"."""
     folder = run_folder(said.config)
-    base = base_for({DISTILL_FROM: [str(folder.path)]})
-    return _named(said, load_config([], base=base, values=_limits(said, [folder], 1 / COSTS[2])), "-second")
+    base, limits = base_for({DISTILL_FROM: [str(folder.path)]}), _limits(said, [folder], 1 / COSTS[2])
+    return _named(said, load_config([], where="auto", base=base, values=limits), "-second")
 
 
 def taught(said: ResolvedConfig, teachers: Sequence[RunFolder]) -> ResolvedConfig:
     """Return the config of the run that learns from a complete one, or from two. Its name ends with "-taught"."""
     values: dict[str, Any] = {key: said.config.flat()[key] for key in said.sources if key.startswith("hub.")}
     values |= {DISTILL_FROM: [str(folder.path) for folder in teachers]}
-    return _named(said, load_config([], values=values | _limits(said, teachers)), "-taught")
+    return _named(said, load_config([], where="auto", values=values | _limits(said, teachers)), "-taught")
 
 
 def _limits(said: ResolvedConfig, before: Sequence[RunFolder], share: float = 1.0) -> dict[str, Any]:
     """Return a share of the minutes that these runs left, and that a run resumes if the first one may."""
     left = (said.config.train.max_minutes or 0) - sum(map(_seconds, before)) / 60
-    return {"train.max_minutes": float(f"{share * left:.3g}")} | (
-        {"train.resume": "auto"} if said.config.train.resume else {}
-    )
+    limits: dict[str, Any] = {"train.max_minutes": float(f"{share * left:.3g}")}
+    return limits | ({"train.resume": "auto"} if said.config.train.resume else {})
 
 
 def _named(said: ResolvedConfig, run: ResolvedConfig, ending: str) -> ResolvedConfig:

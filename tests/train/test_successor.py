@@ -43,6 +43,7 @@ def test_another_model_learns_from_the_first_ones_once(run, tiny_run, caplog, mo
     settings = read_settings(last / "config.yaml")
     assert settings["train.distill_from"] == [*map(str, teachers)] and settings["run.seed"] == SEED + count
     assert 4 < settings["train.max_minutes"] < 5, "what the others left"
+    assert "# command line" not in (last / "config.yaml").read_text(), "nobody stated it"
     assert {folder.name for folder in first.parent.iterdir()} == {*(each.name for each in teachers), last.name}
     if count > 1:
         second = read_settings(teachers[1] / "config.yaml")
