@@ -6,9 +6,10 @@
 The first command writes each text, lets `hfgolf train TEXT --minutes N` choose, and makes a grid of twelve around it:
 two thirds and one and a half of its width, the next vocabularies, alone and together, with the rates that go with them;
 both rates times 0.7 and 1.4; other dropout; six tenths of the steps. And configs/small.yaml, and if the choice ends
-before the minutes do, a longer training, and a second model that the choice teaches if there is time. Each gets as many
-steps as the minutes have on a machine whose steps take 28.6 ms and their FLOPs at 320 GFLOP/s, as about on two cores of
-an AMD EPYC with AVX512-BF16: steps that are timed here and now would depend on what else the machine does.
+before the minutes do, a longer training, and if there is time another model that one or two of the choice teach, as
+`hfgolf train` does. Each gets as many steps as the minutes have on a machine whose steps take 28.6 ms and their FLOPs
+at 320 GFLOP/s, as about on two cores of an AMD EPYC with AVX512-BF16: steps that are timed here and now would depend on
+what else the machine does.
 
 The second command trains them, one thread each, adds a row for each to proof.jsonl beside this file, and prints how far
 they are from the choice, in nats per byte and per token of the choice. A row has the start of its text's sha256, and
@@ -266,11 +267,10 @@ def train(job: dict[str, Any], seed: int) -> dict[str, Any]:
         summary = api.train(load_config([job["text"]], values=stated))
         if job["name"] == TAUGHT:
             count = count_teachers(steps * job["seconds"], SHARE_OF_STEPS * job["minutes"])
-            for place in range(1, count):
-                other = {"run.seed": seed + place, "run.name": f"run-{place}"}
-                api.train(load_config([job["text"]], values=stated | other))
-            runs = [str(Path(folder, name)) for name in ("run", "run-1")[:count]]
-            values = {DISTILL_FROM: runs, "run.output_dir": folder, "run.name": TAUGHT}
+            teachers = [str(Path(folder, name)) for name in ("run", "second")[:count]]
+            if count > 1:
+                api.train(load_config([job["text"]], values=stated | {"run.seed": seed + 1, "run.name": "second"}))
+            values = {DISTILL_FROM: teachers, "run.output_dir": folder, "run.name": TAUGHT}
             summary = api.train(load_config([], values=values))
     reached = {"seed": seed, "bits_per_byte": summary["val_bits_per_byte"], "val_loss": summary["val_loss"]}
     text, sha256 = Path(job["text"]).stem.split("-")
