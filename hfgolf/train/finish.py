@@ -39,6 +39,7 @@ from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import model_card
 from hfgolf.run.folder import FolderTakenError, RunFolder
 from hfgolf.run.provenance import git_commit
+from hfgolf.run.record import row_seconds
 from hfgolf.system.command import own_command
 from hfgolf.system.durable import list_files, write_text
 from hfgolf.system.errors import UserError, refusal
@@ -251,8 +252,7 @@ def show_summary(summary: dict[str, Any]) -> None:
     if "peak_memory_bytes" in summary:
         predicted, peak = (gigabytes(summary[f"{kind}_memory_bytes"]) for kind in ("predicted", "peak"))
         logger.info("memory           predicted %s, peak %s", predicted, peak)
-    seconds = {key.removeprefix("seconds_"): value for key, value in summary.items() if key.startswith("seconds_")}
-    if seconds:
+    if seconds := row_seconds(summary):
         parts = ", ".join(f"{kind} {duration(value)}" for kind, value in seconds.items() if value)
         logger.info("time             %s: %s", duration(sum(seconds.values())), parts)
     if "sample" in summary:

@@ -10,7 +10,7 @@ from typing import Any
 
 from hfgolf.config.parse import DISTILL_FROM, ResolvedConfig, base_for, load_config, name_of
 from hfgolf.run.folder import RunFolder, run_folder
-from hfgolf.run.record import read_summary
+from hfgolf.run.record import read_summary, row_seconds
 
 COSTS = {1: 4 / 3, 2: 1 + 5 / 3}
 """{teachers: what follows the first training, as a multiple of it}. The forward pass of each is a third of a step."""
@@ -56,4 +56,4 @@ def _named(said: ResolvedConfig, run: ResolvedConfig, ending: str) -> ResolvedCo
 
 
 def _seconds(folder: RunFolder) -> float:
-    return sum(value for key, value in read_summary(folder.summary).items() if key.startswith("seconds_"))
+    return sum(row_seconds(read_summary(folder.summary)).values())
