@@ -208,6 +208,9 @@ class Muon(torch.optim.Optimizer):
         params = [group["params"][i] for i in present]
         grads = [param.grad for param in params]
         states, splits = [self.state[param] for param in params], [_splits(group)[i] for i in present]
+        if group["rule"] != "muon":  # the other rules go element by element; and rows of a DTensor would be copies
+            params, grads = local_shards(params), local_shards(grads)
+            states = [dict(zip(state, local_shards(state.values()), strict=True)) for state in states]
         if group["state_dtype"] == "fp32":
             self._apply(group, params, grads, states, splits)
             return
@@ -422,10 +425,10 @@ def _product_dtype(group: Group, device: torch.device) -> torch.dtype:
 
 def _adamw(params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, *_: object) -> None:
     adamw(
-        local_shards(params),
-        local_shards(grads),
-        local_shards(state["exp_avg"] for state in states),
-        local_shards(state["exp_avg_sq"] for state in states),
+        params,
+        grads,
+        [state["exp_avg"] for state in states],
+        [state["exp_avg_sq"] for state in states],
         [],
         [state["step"] for state in states],
         fused=all(param.device.type in FUSED_DEVICES for param in params),
@@ -440,11 +443,11 @@ def _adamw(params: list[Tensor], grads: list[Tensor], states: list[State], group
 
 
 def _sgd(params: list[Tensor], grads: list[Tensor], states: list[State], group: Group, *_: object) -> None:
-    torch._foreach_mul_(local_shards(params), 1 - group["lr"] * group["weight_decay"])
+    torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
     sgd(
-        local_shards(params),
-        local_shards(grads),
-        [*local_shards(state["momentum_buffer"] for state in states)],
+        params,
+        grads,
+        [state["momentum_buffer"] for state in states],
         foreach=True,
         weight_decay=0.0,  # decoupled above, as in the other rules, not added to the gradient
         momentum=group["momentum"],
