@@ -579,7 +579,8 @@ def _nats_and_gradients(
     if compute_dtype == torch.float16:
         rows = min(rows, MAX_ROWS_FP16)
     counts = (targets != IGNORE_INDEX)[:, None]
-    columns = (targets.clamp(min=0)[:, None], counts, -counts.to(sum_dtype))
+    # the ignored become 0; the others stay, so that gather refuses what is no id, such as -1
+    columns = (targets[:, None] * counts, counts, -counts.to(sum_dtype))
     for start in range(0, hidden.shape[0], rows):
         chunk = hidden[start : start + rows].to(compute_dtype)
         target, counted, minus_counted = (column[start : start + rows] for column in columns)

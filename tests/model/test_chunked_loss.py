@@ -147,6 +147,15 @@ def test_fp16_gradients_over_many_tokens_do_not_underflow():
     torch.testing.assert_close(unscaled, expected)
 
 
+@pytest.mark.parametrize("wrong", [-1, V])
+def test_a_target_that_is_no_id_is_refused(wrong):
+    """nanoGPT ignores -1; here it must not count as another token."""
+    hidden, weight, targets = build_operands()
+    targets[3] = wrong
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        chunked_cross_entropy(hidden, weight, targets)
+
+
 def test_ignored_rows_do_not_count_even_if_their_states_are_large():
     hidden, weight, targets = build_operands()
     loud = hidden.detach().clone()
