@@ -5,7 +5,7 @@ with switches of the golf records on the grid of a budget), each in the middle (
 exports, and the configs and experiments of that commit. expected.json has the logits that it computed, keys.json its
 keys with an example each, and the values that it read from each config. tests/old/make.py of commit cf720fc made them.
 
-They go through doors that stay: the command `hfgolf`, scripts/train.py, and the names in `hfgolf.__all__`.
+They go through doors that stay: the command `hfgolf` and the names in `hfgolf.__all__`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import shutil
 import sys
 import tarfile
 from collections.abc import Callable
-from contextlib import suppress
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -122,25 +121,6 @@ def in_new_units(key: str, value: Any, now: dict[str, Any]) -> Any:
     return value if key != HALF_LIFE or value is None else 0.5 ** (now["batch.tokens_per_step"] / value)
 
 
-def renamed(file: str | Path) -> str:
-    """Return a config's path, after giving the keys that moved their new names if it is refused as it is."""
-    with suppress(hfgolf.UserError):
-        read(f"--config={file}")
-        return str(file)
-    sections = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
-    for key, new in MOVED.items():
-        section, name = key.split(".")
-        if key != HALF_LIFE and name in sections.get(section, {}):
-            place, value = sections, sections[section].pop(name)
-            *parts, last = (new or "").split(".")
-            for part in parts:
-                place = place.setdefault(part, {})
-            if new is not None:
-                place[last] = value
-    Path(file).write_text(yaml.safe_dump(sections), encoding="utf-8")
-    return str(file)
-
-
 @pytest.mark.parametrize("key", OLD["keys"])
 def test_each_old_key_has_the_same_effect_or_says_in_one_line_where_it_went(key, tmp_path):
     about = OLD["keys"][key]
@@ -162,14 +142,13 @@ def test_each_old_key_has_the_same_effect_or_says_in_one_line_where_it_went(key,
 
 @pytest.mark.parametrize("file", OLD["files"])
 def test_each_old_config_loads_to_the_same_values(file, old):
-    assert_same_values(read(f"--config={renamed(file)}"), OLD["files"][file])
+    assert_same_values(read(f"--config={file}"), OLD["files"][file])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("base", sorted({arguments.split()[0] for arguments in OLD["experiments"]}))
 def test_each_arm_of_an_old_experiment_loads_to_the_same_values(base, old):
     of_base = OLD["files"][base.removeprefix("--config=")]
-    renamed(base.removeprefix("--config="))
     for arguments, then in OLD["experiments"].items():
         if arguments.startswith(base):
             options = (option.partition("=") for option in shlex.split(arguments))
@@ -191,15 +170,15 @@ def test_overrides_of_another_architecture_win_over_the_defaults_that_an_old_run
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_config_of_an_old_run_is_taken_as_the_run_wrote_it(name, old):
-    file = renamed(f"{name}.yaml")
-    unstated = [key for key in NEW_DEFAULTS if f"{key.split('.')[1]}:" not in Path(file).read_text(encoding="utf-8")]
-    then = read(f"--config={file}") | {key: DEFAULTS[key] for key in unstated}
+    said = Path(f"{name}.yaml").read_text(encoding="utf-8")
+    unstated = [key for key in NEW_DEFAULTS if f"{key.split('.')[1]}:" not in said]
+    then = read(f"--config={name}.yaml") | {key: DEFAULTS[key] for key in unstated}
     assert read(f"--config=runs/{name}/config.yaml") == then
 
 
 @pytest.mark.parametrize("name", ["golf", "llama", pytest.param("tricks", marks=pytest.mark.slow)])
 def test_an_old_run_goes_on_with_the_losses_that_it_had(name, stopped, command):
-    status, out, err = command("train", f"--config={renamed(f'{name}.yaml')}", "--train.resume=auto")
+    status, out, err = command("train", f"--config={name}.yaml", "--train.resume=auto")
     assert status == 0, out + err
     assert_went_on(name, out + err)
 
@@ -211,13 +190,6 @@ def test_an_old_run_goes_on_from_its_own_config_without_its_token_cache(name, st
     status, out, err = command("train", f"--config=runs/{name}/config.yaml", "--train.resume=auto")
     assert status == 0, out + err
     assert_went_on(name, out + err)
-
-
-@pytest.mark.slow
-def test_an_old_run_goes_on_through_the_script(stopped, run_script):
-    said = run_script("train.py", "--config=golf.yaml", "--train.resume=auto")
-    assert said.status == 0, said.err
-    assert_went_on("golf", said.out)
 
 
 def assert_went_on(name: str, said: str) -> None:
@@ -248,7 +220,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("name", RUNS)
 def test_an_old_complete_run_is_left_alone_and_told(name, old, command):
     before = {path: path.read_bytes() for path in (old / "runs" / name / "model").iterdir()}
-    status, out, err = command("train", f"--config={renamed(f'{name}.yaml')}")
+    status, out, err = command("train", f"--config={name}.yaml")
     assert status == 0 and f"runs/{name} is complete" in out + err
     assert {path: path.read_bytes() for path in (old / "runs" / name / "model").iterdir()} == before
     summary = json.loads((old / "runs" / name / "summary.json").read_text(encoding="utf-8"))
