@@ -10,7 +10,6 @@ from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim import groups
 from hfgolf.optim.groups import build_optimizer, group_rows, parameter_groups, parameter_kind
-from hfgolf.optim.layout import layout, parameter_kinds
 from hfgolf.system.errors import UserError
 
 WIDTH, ROWS = 8, (8, 4, 4)
@@ -57,16 +56,6 @@ def test_parameter_matched_twice_is_rejected(monkeypatch):
     monkeypatch.setattr("hfgolf.optim.groups.PATTERNS", (("lm_head.*", "head"), ("*.weight", "matrix")))
     with pytest.raises(UserError, match=r"lm_head.\* and \*.weight"):
         parameter_kind("lm_head.weight")
-
-
-def test_frozen_parameters_are_in_no_group():
-    model = GolfForCausalLM(GolfConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
-    frozen = {name for name, kind in parameter_kinds(model).items() if kind == "embedding" or "qkv" in name}
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(name not in frozen)
-    groups = parameter_groups(model.named_parameters(), OptimSection(), **layout(model))
-    assert len(frozen) == 2 and {name for group in groups for name, _ in group["params"]}.isdisjoint(frozen)
-    assert "embedding" not in [group["kind"] for group in groups]
 
 
 def test_unmatched_fused_entry_is_rejected():

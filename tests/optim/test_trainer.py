@@ -98,12 +98,11 @@ def loss(model):
         return model.eval()(IDS, labels=IDS).loss.item()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_it_ends_below_adamw_at_adamws_rates(name, tmp_path):
+def test_it_ends_below_adamw_at_adamws_rates(tmp_path):
     losses = {}
     for optimizer, rate in [("adamw", 0.03), ("muon", 0.01), ("muon", 0.03)]:  # AdamW's best rate of 0.003, 0.01, 0.03
         args = arguments(tmp_path, max_steps=40, per_device_train_batch_size=8, learning_rate=rate)
-        losses[optimizer, rate] = loss(trained(name, args, optimizer=optimizer).model)
+        losses[optimizer, rate] = loss(trained("gpt2", args, optimizer=optimizer).model)
     assert max(losses["muon", 0.01], losses["muon", 0.03] + 0.1) < losses["adamw", 0.03], losses
 
 
@@ -140,12 +139,6 @@ def test_a_resume_gives_the_same_bits_with_the_schedule_of_every_group(tmp_path)
     assert [step[0] for step in shares[:3]] == [0.0, 0.5, 1.0] and shares[3] > shares[4] > shares[5]
 
 
-def test_accumulated_micro_batches_are_one_batch(tmp_path):
-    whole = trained("llama", arguments(tmp_path), newton_schulz_dtype="fp32")
-    args = arguments(tmp_path, per_device_train_batch_size=1, gradient_accumulation_steps=4)
-    assert difference(weights(whole), weights(trained("llama", args, newton_schulz_dtype="fp32"))) < 1e-5
-
-
 def test_frozen_parameters_stay_and_have_no_state(tmp_path):
     model = MODELS["gpt2"]()
     for parameter in model.parameters():
@@ -159,14 +152,6 @@ def test_frozen_parameters_stay_and_have_no_state(tmp_path):
         f"transformer.h.1.mlp.{name}" for name in ("c_proj.weight", "c_proj.bias")
     }
     assert len(trainer.optimizer.state) == 4
-
-
-def test_bf16_weights_train(tmp_path):
-    model = MODELS["llama"]().bfloat16()
-    before = loss(model)
-    trainer = trained(model.train(), arguments(tmp_path, max_steps=20))
-    assert loss(trainer.model) < before - 0.5
-    assert {value.dtype for state in trainer.optimizer.state.values() for value in state.values()} == {torch.float32}
 
 
 def test_a_search_over_rates_reaches_the_optimizer(tmp_path):
