@@ -33,18 +33,15 @@ def foreign(tmp_path, tokenizer):
     return tmp_path / "gpt2"
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_script_agrees_with_the_run_on_its_validation_text(tiny_run, tmp_path, corpus_file, evaluate, precision):
-    from accelerate.state import AcceleratorState, GradientState
-
-    from hfgolf import load_config, train
-
+def test_script_agrees_with_the_run_on_its_validation_text(
+    run, tiny_run, tmp_path, corpus_file, evaluate, reset_accelerate
+):
     val = tmp_path / "val.txt"
     val.write_text(corpus_file.read_text(encoding="utf-8")[-4000:], encoding="utf-8")
-    summary = train(load_config(tiny_run(data__val_files=f"[{val}]", train__mixed_precision=precision)))
-    AcceleratorState._reset_state(reset_partial_state=True)
-    GradientState._reset_state()
-    settings = ("--model", summary["model"], "--files", val, "--mixed_precision", precision)
+    folder = run(tiny_run(data__val_files=f"[{val}]", train__mixed_precision="bf16"))
+    summary = json.loads((folder / "summary.json").read_text())
+    reset_accelerate()
+    settings = ("--model", folder, "--files", val, "--mixed_precision", "bf16")
     status, printed, _ = evaluate(*settings, "--json")
     figures = json.loads(printed)
     assert status == 0
@@ -52,7 +49,7 @@ def test_script_agrees_with_the_run_on_its_validation_text(tiny_run, tmp_path, c
     assert figures["loss"] == pytest.approx(summary["val_loss"], abs=1e-6)
     assert figures["num_bytes"] == val.stat().st_size == summary["val_bytes"]
     assert figures["num_tokens"] == val.stat().st_size  # tokens are bytes
-    assert (figures["sequence_length"], figures["mixed_precision"]) == (32, precision)
+    assert (figures["sequence_length"], figures["mixed_precision"]) == (32, "bf16")
     in_pairs = json.loads(evaluate(*settings, "--json", "--batch_size", 2)[1])
     assert (figures["batch_size"], in_pairs["batch_size"]) == (64, 2)  # 2,048 tokens at once are fast on a CPU
     assert in_pairs["loss"] == pytest.approx(figures["loss"], abs=1e-6)
@@ -120,27 +117,26 @@ def texts(tmp_path):
     return tmp_path / "[ab].txt"
 
 
-@pytest.mark.parametrize("windows", [("flat",), ("sliding", "--stride", 8), ("documents", "--stride", 8)])
+@pytest.mark.parametrize("windows", [("flat",), ("documents", "--stride", 8)])
 def test_test_time_training_is_legal_and_learns_repeated_text(foreign, texts, evaluate, windows):
-    common = ("--model", foreign, "--files", texts, "--json")
-    flat = json.loads(evaluate(*common).out)
-    adapt = ("--evaluation", *windows, "--adapt_rate", 0.01)
-    status, printed, error = evaluate(*common, *adapt, "--check_legality")
+    common = ("--model", foreign, "--files", texts, "--json", "--evaluation", *windows)
+    plain = json.loads(evaluate(*common).out)
+    status, printed, error = evaluate(*common, "--adapt_rate", 0.01, "--check_legality")
     adapted = json.loads(printed)
     assert (status, error) == (0, "")
-    assert (flat["adapt_rate"], adapted["adapt_rate"]) == (0.0, 0.01)
-    assert adapted["num_tokens"] == flat["num_tokens"] == adapted["coverage"]["num_scored"]
-    assert adapted["bits_per_byte"] < flat["bits_per_byte"] - 0.1
-    assert flat["legality"] is None and adapted["legality"]["checked_tokens"] > 10
-    assert adapted["loss"] == pytest.approx(json.loads(evaluate(*common, *adapt).out)["loss"], rel=1e-5)
+    assert (plain["adapt_rate"], adapted["adapt_rate"]) == (0.0, 0.01)
+    assert adapted["num_tokens"] == plain["num_tokens"] == adapted["coverage"]["num_scored"]
+    assert adapted["bits_per_byte"] < plain["bits_per_byte"] - 0.1
+    assert plain["legality"] is None and adapted["legality"]["checked_tokens"] > 10
 
 
-@pytest.mark.parametrize("mode", [("flat",), ("sliding", "--stride", 4), ("documents",)])
-def test_the_guarded_score_is_the_score(foreign, texts, evaluate, mode):
-    common = ("--model", foreign, "--files", texts, "--json", "--evaluation", *mode)
+@pytest.mark.parametrize("adapt_rate", [0, 0.01])
+def test_the_guarded_score_is_the_score(foreign, texts, evaluate, adapt_rate):
+    common = ("--model", foreign, "--files", texts, "--json", "--evaluation", "sliding", "--stride", 8)
+    common += ("--adapt_rate", adapt_rate)
     plain, guarded = (json.loads(evaluate(*common, *options).out) for options in ([], ["--check_legality"]))
     for name in ("loss", "num_tokens", "num_bytes", "coverage"):
-        assert guarded[name] == (pytest.approx(plain[name], rel=1e-6) if name == "loss" else plain[name])
+        assert guarded[name] == (pytest.approx(plain[name], rel=1e-5) if name == "loss" else plain[name])
     assert guarded["legality"]["checked_tokens"] >= guarded["num_tokens"] // 16
 
 

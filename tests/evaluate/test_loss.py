@@ -14,7 +14,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
 from hfgolf.evaluate.loss import evaluate_loss, evaluate_plan, plan_documents
-from hfgolf.evaluate.windows import plan_windows, zero_nats
+from hfgolf.evaluate.windows import zero_nats
 
 
 class Shard:
@@ -44,23 +44,31 @@ def test_bits_per_byte_is_nats_over_ln_2_over_bytes():
     assert math.isnan(Evaluation(nats=2.0, num_tokens=2, num_bytes=0).bits_per_byte)
 
 
+@torch.no_grad()
+def plain_nats(model, stream, windows):
+    """Return the nats of windows, each its first input, first target and last target, one after the other."""
+    tokens, nats = torch.from_numpy(stream.tokens.astype("int64")), 0.0
+    for begin, first, last in windows:
+        losses = F.cross_entropy(
+            model.eval()(tokens[None, begin:last]).logits[0], tokens[begin + 1 : last + 1], reduction="none"
+        )
+        nats += losses[first - begin - 1 :].sum().item()
+    return nats
+
+
 @pytest.mark.parametrize("length", [1, 5, 8, 10, 52, 63, 64, 100])
 def test_per_document_is_each_document_by_itself(build_model, stream, accelerator, tokenizer, length):
     """The stream holds documents of 52 and 10 tokens; tests/ecosystem compares with lm-eval itself."""
-    model = build_model(max_position_embeddings=128).eval()
-    tokens = torch.from_numpy(stream.tokens.astype("int64"))
-    nats = 0.0
-    for document in (tokens[:53], tokens[53:]):  # with the separator in front
-        for done in range(0, len(document) - 1, length):
-            last = min(done + length, len(document) - 1)
-            row = document[max(0, last - length) : last + 1]
-            with torch.no_grad():
-                losses = F.cross_entropy(model(row[None, :-1]).logits[0], row[1:], reduction="none")
-            nats += losses[len(losses) - (last - done) :].sum().item()
+    model = build_model(max_position_embeddings=128)
+    windows = []
+    for start, end in ((0, 52), (53, 63)):  # the separator in front, and the last token
+        for done in range(start, end, length):
+            last = min(done + length, end)
+            windows.append((max(start, last - length), done + 1, last))
     plan, num_bytes = plan_documents(stream, tokenizer, length)
     evaluation = evaluate_plan(model, stream, accelerator, plan, num_bytes, batch_size=3)
     assert (evaluation.num_tokens, evaluation.num_bytes) == (62, 69)
-    assert evaluation.nats == pytest.approx(nats, rel=1e-6)
+    assert evaluation.nats == pytest.approx(plain_nats(model, stream, windows), rel=1e-6)
 
 
 @pytest.mark.parametrize("budget", [None, 60, 52, 19, 1])
@@ -68,37 +76,11 @@ def test_per_document_is_each_document_by_itself(build_model, stream, accelerato
 def test_loss_is_the_plain_sum_over_whole_pieces(build_model, stream, accelerator, budget, batch_size):
     model = build_model()
     num_targets, num_bytes = {None: (63, 69), 60: (52, 59), 52: (52, 59), 19: (19, 19), 1: (19, 19)}[budget]
-    nats = 0.0
-    tokens = torch.from_numpy(stream.tokens.astype("int64"))
-    for start in range(0, num_targets, 8):
-        row = tokens[start : min(start + 8, num_targets) + 1]
-        with torch.no_grad():
-            nats += F.cross_entropy(model.eval()(row[None, :-1]).logits[0], row[1:], reduction="sum").item()
+    windows = [(start, start + 1, min(start + 8, num_targets)) for start in range(0, num_targets, 8)]
     settings = {"sequence_length": 8, "batch_size": batch_size, "budget_tokens": budget}
     evaluation = evaluate_loss(model, stream, accelerator, **settings)
     assert (evaluation.num_tokens, evaluation.num_bytes) == (num_targets, num_bytes)
-    assert evaluation.nats == pytest.approx(nats, rel=1e-6)
-
-
-@pytest.mark.parametrize("skip", [False, True])
-def test_documents_score_as_if_each_were_alone(build_model, stream, accelerator, skip):
-    model = build_model()
-    tokens = torch.from_numpy(stream.tokens.astype("int64"))
-    documents = tokens[:53], tokens[53:]
-    if not skip:
-        documents = tokens[:54], tokens[53:]  # the first is closed by the separator of the second
-    nats = 0.0
-    for document in documents:
-        rows = [(start, min(start + 16, len(document) - 1)) for start in range(0, max(1, len(document) - 1 - 12), 4)]
-        for start, end in rows:
-            with torch.no_grad():
-                logits = model.eval()(document[None, start:end]).logits[0]
-            losses = F.cross_entropy(logits, document[start + 1 : end + 1], reduction="none")
-            nats += (losses[12:] if start else losses).sum().item()
-    plan = plan_windows("documents", 64, 16, 4, [0, 53], skip_separators=skip)
-    evaluation = evaluate_plan(model, stream, accelerator, plan, 69, batch_size=3)
-    assert (evaluation.num_tokens, evaluation.num_bytes) == (62 if skip else 63, 69)
-    assert evaluation.nats == pytest.approx(nats, rel=1e-6)
+    assert evaluation.nats == pytest.approx(plain_nats(model, stream, windows), rel=1e-6)
 
 
 def test_foreign_model_is_evaluated_by_its_own_loss(stream, accelerator):
