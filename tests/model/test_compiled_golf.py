@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 import torch._inductor.compile_fx
+from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional as F
 
 from hfgolf.model import modeling_golf
@@ -30,11 +31,18 @@ def test_training_step_compiles_to_one_graph_with_the_same_gradients(build_golf,
     monkeypatch.setattr(modeling_golf, "CHUNK_ELEMENTS_CPU", 30 * 61)  # two chunks
     options = {"num_hidden_layers": 1, "logit_soft_cap": 5.0, "num_key_value_heads": 2}
     expected = losses_and_gradients(build_golf(**options).train(), token_ids)
-    golf = build_golf(**options).train()
-    golf.compile(backend=backend, fullgraph=True)
+    golf, attention = build_golf(**options).train(), []
+
+    def watched(graph, example_inputs):
+        nodes = [node for node in graph.graph.nodes if node.target is F.scaled_dot_product_attention]
+        attention.extend((node.kwargs["attn_mask"], node.kwargs["is_causal"]) for node in nodes)
+        return lookup_backend(backend)(graph, example_inputs)
+
+    golf.compile(backend=watched, fullgraph=True)
     for actual, wanted in zip(losses_and_gradients(golf, token_ids), expected, strict=True):
         torch.testing.assert_close(actual, wanted, rtol=1e-4, atol=1e-5)
     assert not [name for name in golf.state_dict() if "_orig_mod" in name]
+    assert attention == [(None, True)], "causal, and without a mask"
 
 
 @pytest.mark.slow
@@ -74,18 +82,3 @@ def test_compiled_graph_follows_the_loop_flag(build_golf, token_ids):
     for compiled, wanted in losses:
         torch.testing.assert_close(compiled, wanted)
     assert abs(losses[0][0] - losses[1][0]) > 1e-3 and losses[0][0] == losses[2][0]
-
-
-def test_compiled_graph_keeps_causal_sdpa_without_a_mask(build_golf, token_ids):
-    calls = []
-
-    def inspect(graph, example_inputs):
-        for node in graph.graph.nodes:
-            if node.target is F.scaled_dot_product_attention:
-                calls.append((node.kwargs["attn_mask"], node.kwargs["is_causal"]))
-        return graph.forward
-
-    golf = build_golf().train()
-    golf.compile(backend=inspect, fullgraph=True)
-    golf(token_ids, shift_labels=token_ids)
-    assert calls == [(None, True)] * 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from hfgolf.model import causal_blocks
 from hfgolf.model.causal_lm import checkpoint_layers
 from hfgolf.model.layers_golf import apply_dropout
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -86,15 +87,18 @@ def test_logits_are_returned_except_when_training_with_labels(build_golf, token_
 
 @pytest.mark.parametrize("key_value_heads", [4, 2, 1])
 @pytest.mark.parametrize("padding", [0, 5])
-def test_eager_attention_agrees_with_sdpa(build_golf, token_ids, key_value_heads, padding):
+@pytest.mark.parametrize("implementation", ["eager", causal_blocks.NAME])
+def test_each_attention_agrees_with_sdpa(build_golf, token_ids, monkeypatch, implementation, key_value_heads, padding):
+    monkeypatch.setattr(causal_blocks, "QUERIES_PER_BLOCK", 5)
     golf = build_golf(num_key_value_heads=key_value_heads)
     mask = torch.ones_like(token_ids)
     mask[0, :padding] = 0
     expected = golf(token_ids, attention_mask=mask).logits
-    golf.set_attn_implementation("eager")
+    golf.set_attn_implementation(implementation)
     output = golf(token_ids, attention_mask=mask, output_attentions=True, output_hidden_states=True)
     torch.testing.assert_close(output.logits[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
-    assert [tuple(weights.shape) for weights in output.attentions] == [(3, 4, 17, 17)] * 2
+    if implementation == "eager":
+        assert [tuple(weights.shape) for weights in output.attentions] == [(3, 4, 17, 17)] * 2
     assert [tuple(states.shape) for states in output.hidden_states] == [(3, 17, 32)] * 3
 
 
