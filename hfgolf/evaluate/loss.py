@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
@@ -45,21 +46,15 @@ def evaluate_loss(
     its share of the budget.
     """
     if isinstance(stream, MixedStream):
+        evaluate = partial(
+            evaluate_loss, model, accelerator=accelerator, sequence_length=sequence_length, batch_size=batch_size
+        )
         texts = {
-            name: evaluate_loss(
-                model,
-                part,
-                accelerator,
-                sequence_length=sequence_length,
-                batch_size=batch_size,
-                budget_tokens=budget,
-                before_batch=before_batch,
-            )
+            name: evaluate(part, budget_tokens=budget, before_batch=before_batch)
             for name, part, budget in zip(stream.names, stream.parts, stream.budgets(budget_tokens), strict=True)
         }
-        nats = sum(text.nats for text in texts.values())
-        num_tokens, num_bytes = (
-            sum(getattr(text, name) for text in texts.values()) for name in ("num_tokens", "num_bytes")
+        nats, num_tokens, num_bytes = (
+            sum(getattr(text, name) for text in texts.values()) for name in ("nats", "num_tokens", "num_bytes")
         )
         return Evaluation(nats, num_tokens, num_bytes, texts)
     num_targets, num_bytes = evaluation_extent(stream, budget_tokens)
