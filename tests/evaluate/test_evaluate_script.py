@@ -112,8 +112,8 @@ def test_tasks_need_lm_eval_and_only_their_own_options(foreign, evaluate, monkey
 @pytest.fixture
 def texts(tmp_path):
     """Two files of text that repeats."""
-    (tmp_path / "a.txt").write_text("to be or not to be, " * 6)
-    (tmp_path / "b.txt").write_text("that is the question; " * 6)
+    (tmp_path / "a.txt").write_text("to be or not to be, " * 4)
+    (tmp_path / "b.txt").write_text("that is the question; " * 4)
     return tmp_path / "[ab].txt"
 
 

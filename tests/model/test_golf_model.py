@@ -33,9 +33,8 @@ def test_every_parameter_gets_a_finite_gradient(build_golf, option, token_ids):
         assert parameter.grad.abs().max() > 0, name
 
 
-@pytest.mark.parametrize("hidden_size", [32, 256])
-def test_first_loss_is_near_ln_v(build_golf, option, hidden_size):
-    golf = build_golf(fresh=True, **{"vocab_size": 512, "hidden_size": hidden_size, **option})
+def test_first_loss_is_near_ln_v(build_golf, option):
+    golf = build_golf(fresh=True, **{"vocab_size": 512, "hidden_size": 256, **option})
     token_ids = torch.randint(512, (4, 32), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
         loss = golf(token_ids, labels=token_ids, return_logits=False).loss

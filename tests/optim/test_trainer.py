@@ -98,12 +98,11 @@ def loss(model):
         return model.eval()(IDS, labels=IDS).loss.item()
 
 
-def test_it_ends_below_adamw_at_adamws_rates(tmp_path):
-    losses = {}
-    for optimizer, rate in [("adamw", 0.03), ("muon", 0.01), ("muon", 0.03)]:  # AdamW's best rate of 0.003, 0.01, 0.03
-        args = arguments(tmp_path, max_steps=40, per_device_train_batch_size=8, learning_rate=rate)
-        losses[optimizer, rate] = loss(trained("gpt2", args, optimizer=optimizer).model)
-    assert max(losses["muon", 0.01], losses["muon", 0.03] + 0.1) < losses["adamw", 0.03], losses
+def test_it_ends_below_adamw_at_adamws_best_rate(tmp_path):
+    """AdamW's best rate of 0.003, 0.01 and 0.03."""
+    args = arguments(tmp_path, max_steps=40, per_device_train_batch_size=8, learning_rate=0.03)
+    losses = {optimizer: loss(trained("gpt2", args, optimizer=optimizer).model) for optimizer in ("adamw", "muon")}
+    assert losses["muon"] + 0.1 < losses["adamw"], losses
 
 
 @pytest.mark.parametrize("name", MODELS)
