@@ -62,7 +62,7 @@ class ShardStream(Stream):
         ids = np.empty(indices.shape, np.uint16 if self.vocab_size <= 2**16 else np.uint32)
         for shard in np.unique(shards):
             path, chunk = self.paths[shard], self.chunks[shard]
-            if path.stat().st_size < chunk.nbytes:
+            if path.stat().st_size < chunk.offset + chunk.nbytes:
                 raise _refusal(path, "was truncated while it was being read; restore it and start again")
             is_here = shards == shard
             found = chunk[indices[is_here] - (self.ends[shard] - len(chunk))]

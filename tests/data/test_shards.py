@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 from itertools import chain
 from pathlib import Path
@@ -310,12 +311,15 @@ def test_ids_outside_the_vocabulary_are_rejected_when_read(tmp_path):
         load_tokens(options(tmp_path, separator_id=257), BYTE)
 
 
-def test_truncated_shard_is_one_line(tmp_path):
-    path = write_shard(tmp_path / "train.bin", [65] * 40_000)
-    write_shard(tmp_path / "val.bin", [END, 65])
-    stream = load_tokens(options(tmp_path), BYTE).train
-    with open(path, "r+b") as file:
-        file.truncate(2000)
+@pytest.mark.parametrize("num_bytes", [100, 79_000])
+@pytest.mark.parametrize("ending", ["bin", "npy"])
+def test_shard_truncated_while_it_is_read_is_one_line(tmp_path, ending, num_bytes):
+    """Also by less than its header."""
+    path, ids = tmp_path / f"train.{ending}", np.full(40_000, 65, np.uint16)
+    _ = np.save(path, ids) if ending == "npy" else write_shard(path, ids)
+    stream = ShardStream((path,), 257, np.zeros(1), np.zeros(1))
+    assert stream.read(np.array([39_999])) == 65
+    os.truncate(path, path.stat().st_size - num_bytes)
     with pytest.raises(UserError, match="was truncated while it was being read"):
         stream.read(np.array([39_999]))
 
