@@ -23,7 +23,7 @@ from hfgolf.config.sections import DataSection
 from hfgolf.data.cache_folder import cache_folder, file_hashes, file_state
 from hfgolf.data.documents import Document, content_column, hub_revision, newer_kinds, read_file, read_hub
 from hfgolf.data.files import ARCHIVES, KNOWN, SourceFile, log_once, match_files, named_files, stdlib_files, with_splits
-from hfgolf.data.pieces import PIECE_CHARACTERS, PieceWriter, RowWriter
+from hfgolf.data.pieces import PIECE_CHARACTERS, ROWS_PER_BATCH, PieceWriter, RowWriter
 from hfgolf.data.tables import TABLES
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import count_of, join_words
@@ -81,8 +81,10 @@ class Corpus:
             key = "source shards" if self.data.source == "shards" else f"ids_column {self.data.ids_column}"
             raise UserError(f"data.{key} holds tokens, not text: what needs the text itself cannot use it.")
         is_cut = self.data.split == "contiguous" and not self.data.val_files
-        pieces = self._write(folder, PieceWriter, self._cut_pieces if is_cut else self._add_pieces)
-        if not is_cut and self._is_undivided(pieces):
+        is_chat = self.data.messages_column is not None
+        fill = partial(_add_messages, self.write_rows(folder / "rows")) if is_chat else self._add_pieces
+        pieces = self._write(folder, PieceWriter, self._cut_pieces if is_cut else fill)
+        if not is_cut and not is_chat and self._is_undivided(pieces):
             del pieces  # it maps the files that are written again
             pieces = self._write(folder, PieceWriter, self._cut_pieces)
         for split in SPLITS:
@@ -132,9 +134,7 @@ class Corpus:
         return {split: cast(Dataset, Dataset.from_file(str(path))) for split, path in zip(SPLITS, paths, strict=True)}
 
     def _add_pieces(self, train: PieceWriter, val: PieceWriter) -> None:
-        is_chat = self.data.messages_column is not None
-        for _, split, content in self._documents(train.path.parent):
-            blocks = [message["content"] for message in content] if is_chat else content
+        for _, split, blocks in self._documents(train.path.parent):
             (val if split == "val" else train).add_document(blocks)
 
     def _cut_pieces(self, train: PieceWriter, val: PieceWriter) -> None:
@@ -220,6 +220,14 @@ class Corpus:
         if not self.data.val_files:
             remedy = f"add text, change data.val_fraction ({self.data.val_fraction}) or name data.val_files"
         raise UserError(f"The {name} split of {where} is empty: {reason}; {remedy}.")
+
+
+def _add_messages(rows: Mapping[str, Dataset], train: PieceWriter, val: PieceWriter) -> None:
+    """Write the text of conversations, as `Corpus.write_rows` divides them."""
+    for split, writer in zip(SPLITS, (train, val), strict=True):
+        for batch in rows[split].iter(batch_size=ROWS_PER_BATCH):
+            for content in batch["content"]:
+                writer.add_document(message["content"] for message in json.loads(content))
 
 
 def text_name(data: DataSection) -> str:

@@ -266,12 +266,14 @@ def test_two_columns_of_the_prompt_are_refused(tmp_path):
         [*load_corpus(data.replace(cache_dir=str(tmp_path)))._documents(tmp_path)]
 
 
+@pytest.mark.parametrize("tokenizer", [BYTE, TokenizerSection(), TokenizerSection(kind="char")])
 @pytest.mark.parametrize("num_rows", [2, 8])
-def test_of_conversations_too_few_to_divide_the_last_validate(tmp_path, num_rows):
+def test_of_conversations_too_few_to_divide_the_last_validate(tmp_path, num_rows, tokenizer):
     rows = [[message("user", "Q"), message("assistant", f"number {number}")] for number in range(num_rows)]
-    tokens = load_tokens(section([write_rows(tmp_path, rows, "few.jsonl")], tmp_path / "cache"), BYTE)
+    tokens = load_tokens(section([write_rows(tmp_path, rows, "few.jsonl")], tmp_path / "cache"), tokenizer)
     assert len(tokens.train.piece_tokens) == num_rows - 1
-    assert tokens.val.tokens[tokens.val.is_target == 1].tolist() == [*f"number {num_rows - 1}".encode(), END]
+    learned = tokens.val.tokens[tokens.val.is_target == 1]
+    assert tokens.tokenizer.decode(learned) == f"number {num_rows - 1}<|end|>"
 
 
 def test_text_parts_and_the_developer_are_messages(tmp_path):
