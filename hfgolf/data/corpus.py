@@ -102,7 +102,8 @@ class Corpus:
 
         def fill(train: RowWriter, val: RowWriter) -> None:
             for name, split, value in self._documents(folder):
-                (val if split == "val" else train).append(name, json.dumps(value) if is_chat else value)
+                shown = name.encode(errors="backslashreplace").decode()  # a file's name need not be UTF-8
+                (val if split == "val" else train).append(shown, json.dumps(value) if is_chat else value)
 
         rows = self._write(folder, partial(RowWriter, schema=schema), fill)
         whole = max(rows.values(), key=len)
@@ -186,7 +187,7 @@ class Corpus:
         """Return the split of a document, which depends on its name alone."""
         if self.data.val_files:
             return "train"
-        digest = hashlib.sha256(name.encode()).digest()
+        digest = hashlib.sha256(name.encode(errors="surrogateescape")).digest()  # a file's name need not be UTF-8
         return "val" if int.from_bytes(digest[:8]) < self.data.val_fraction * 2**64 else "train"
 
     def _documents(self, scratch: Path) -> Iterator[Document]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
@@ -11,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from hfgolf.config.parse import load_config
-from hfgolf.config.sections import DataSection
+from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.files import require_paths
+from hfgolf.data.token_cache import load_tokens
 from hfgolf.system.errors import UserError
 
 NAMES = [
@@ -115,6 +117,18 @@ def test_what_a_folder_or_a_glob_leaves_out_is_told_with_the_reason(here, caplog
         " 1 empty (empty.txt), 2 not a file (gone.txt, socket.txt)",
         "data.files: texts/[!e]*: 4 files read; skipped: 2 not a file (texts/gone.txt, texts/socket.txt)",
     ]
+
+
+@pytest.mark.parametrize("column", [None, "messages"])
+def test_a_name_in_a_folder_need_not_be_utf_8(tmp_path, column):
+    for number in range(30):
+        turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"text {number}"}]
+        content = f"text {number}" if column is None else json.dumps({column: turns})
+        ending = "txt" if column is None else "jsonl"
+        Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9%d.%s" % (number, ending.encode()))).write_text(content)
+    data = DataSection(source="files", files=[str(tmp_path)], messages_column=column, cache_dir=str(tmp_path / "cache"))
+    tokens = load_tokens(data, TokenizerSection(kind="byte"))
+    assert len(tokens.train.piece_tokens) + len(tokens.val.piece_tokens) == 30
 
 
 def test_a_remote_name_that_exists_is_literal(here):
