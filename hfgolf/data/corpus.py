@@ -130,7 +130,11 @@ class Corpus:
         with build(paths[0]) as train, build(paths[1]) as val:
             fill(train, val)
         for file, state in zip(self.files, self.states, strict=True):
-            if file_state(file.path) != state:
+            try:
+                is_unchanged = file_state(file.path) == state
+            except OSError:  # it is gone
+                is_unchanged = False
+            if not is_unchanged:
                 raise UserError(f"{file.path} changed while it was being read; start again when nothing writes to it.")
         return {split: cast(Dataset, Dataset.from_file(str(path))) for split, path in zip(SPLITS, paths, strict=True)}
 

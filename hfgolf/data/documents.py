@@ -65,7 +65,10 @@ def read_file(file: SourceFile, data: DataSection, scratch: Path, skipped: list[
     column.
     """
     if data.source == "python_stdlib":
-        text = file.path.read_bytes()
+        try:
+            text = file.path.read_bytes()
+        except OSError as error:
+            raise unreadable(file, error) from error
         if text and is_utf8(text):  # a few have other encodings
             yield file.name, None, (text.decode(),)
     elif file.endings[0] in ARCHIVES:
@@ -75,7 +78,11 @@ def read_file(file: SourceFile, data: DataSection, scratch: Path, skipped: list[
 
 
 def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: list[str]) -> Iterator[Document]:
-    used = _used_members(file, content_column(data), file.path.stat().st_mtime_ns)
+    try:
+        changed_at = file.path.stat().st_mtime_ns
+    except OSError as error:
+        raise unreadable(file, error) from error
+    used = _used_members(file, content_column(data), changed_at)
     for number, _, _, opener in _visible(file):
         if number in used:
             require_text(used[number], "data.files")

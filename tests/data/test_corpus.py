@@ -13,6 +13,7 @@ import lzma
 import random
 import threading
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -154,6 +155,22 @@ def test_file_changed_while_read_is_rejected(tmp_path, write, files_config, name
     write(name, content.replace("one", "two"))  # after hashing
     with pytest.raises(UserError, match=rf"{name} changed while it was being read"):
         corpus.write_pieces(tmp_path / "pieces")
+
+
+@pytest.mark.parametrize(("name", "is_read"), [("a.txt", False), ("a.txt", True), ("a.zip", False)])
+def test_file_that_is_gone_is_named_instead_of_the_cache(tmp_path, write, files_config, monkeypatch, name, is_read):
+    with zipfile.ZipFile(write("a.zip", b""), "w") as archive:
+        archive.writestr("in.txt", "zipped")
+    write("a.txt", "text")
+    path = tmp_path / "text" / name
+    data = files_config(str(path), val_files=[write("val.txt", "v")])
+    corpus = load_corpus(data)
+    if is_read:
+        monkeypatch.setattr(corpus_module, "read_file", lambda *_: path.unlink(missing_ok=True) or [("a", None, ["a"])])
+    else:
+        path.unlink()
+    with pytest.raises(UserError, match=f"^{path} (cannot be read|changed while it was being read)"):
+        load_tokens(data, TokenizerSection(kind="byte"), corpus)
 
 
 def test_streamed_and_downloaded_datasets_have_the_same_documents(tmp_path, write, monkeypatch):
