@@ -7,7 +7,7 @@ length. Does not know how a text is read, or in which order its own blocks are.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -111,10 +111,6 @@ class MixedStream(Stream):
             is_here = sources == source
             ids[is_here] = self.parts[source].read(indices[is_here] - self.begins[source])
         return ids
-
-    def hashes(self) -> Iterator[tuple[str, str]]:
-        """Yield nothing: each text is verified by itself."""
-        return iter(())
 
     def budgets(self, budget_tokens: int | None) -> Sequence[int | None]:
         """Return the share of each text in a budget of targets, by their sizes; None: all."""

@@ -6,7 +6,6 @@ what the file states or, if it states nothing, what its values prove.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -69,10 +68,6 @@ class ShardStream(Stream):
             require_vocabulary(found, self.vocab_size, path)
             ids[is_here] = found
         return ids
-
-    def hashes(self) -> Iterator[tuple[str, str]]:
-        """Yield nothing: the corpus was hashed when it was identified."""
-        return iter(())
 
     def __reduce__(self) -> tuple[Any, ...]:
         arguments = (self.paths, self.vocab_size, self.piece_tokens, self.piece_bytes, self.token_bytes)

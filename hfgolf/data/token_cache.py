@@ -14,7 +14,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -60,7 +60,6 @@ _log = logging.getLogger(__name__)
 _FORMAT_VERSION = 2
 BUILDING = ".hfgolf-building-"
 """Begins the name of a folder in the cache for what one text's build needs for a while; no name that users give."""
-_WORK = "builds the token cache of the same text"
 _LEFTOVER = re.compile(rf"(\.partial-|\.replaced-|{re.escape(BUILDING)})([0-9a-f]{{16}})")
 VERIFIED_BEFORE_USE_BYTES = 2**27  # takes a quarter of a second; larger caches are verified while training starts
 _RAM_SHARE = 0.25  # the share of free memory that the tokens may take under data.in_memory auto
@@ -78,9 +77,10 @@ class TokenCache:
     identity: dict[str, Any]
     """Identity of the corpus: changes whenever the text or its split changes."""
     tokenizer_sha256: str
-    verification: Verification
-    tokenizer_loss: str | None
+    tokenizer_loss: str | None = None
     """Why the tokenizer is not lossless, or None if it is."""
+    verification: Verification | None = None
+    """None for shards, which their hashes identify, and for a mixture, each of whose texts has its own."""
     overlap: dict[str, Any] = field(default_factory=dict)
     """How many validation documents also train (count_overlap). Empty for shards, of which that is not counted."""
     texts: dict[str, TokenCache] = field(default_factory=dict)
@@ -93,8 +93,7 @@ class TokenCache:
         """
         for text in self.texts.values():
             text.check(wait)
-        problem = self.verification.problem(wait)
-        if problem is not None:
+        if self.verification is not None and (problem := self.verification.problem(wait)):
             raise note_damage(self.path, problem)
 
 
@@ -123,16 +122,15 @@ def load_tokens(
     if data.source == "shards" and tokenizer is not None:
         train, val = open_shards(corpus, tokenizer)
         folder, sha256 = train.paths[0].parent, tokenizer_sha256(tokenizer)
-        identified = Verification({"files": {}}, lambda: iter(()))  # by their hashes
-        tokens = TokenCache(train, val, tokenizer, folder, True, corpus.identity, sha256, identified, None)
+        tokens = TokenCache(train, val, tokenizer, folder, True, corpus.identity, sha256)
     else:
         found = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
         if found is None:
-            with writing("data.cache_dir", cache_dir), locked(_lock(cache_dir, _digest(corpus.identity)), _WORK):
+            with _building(corpus, cache_dir) as scratch:
                 # another process may have built it while this one waited
                 found = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
                 if found is None:
-                    folder, tokenizer = _build_cache(corpus, tokenizer_config, cache_dir, tokenizer)
+                    folder, tokenizer = _build_cache(corpus, tokenizer_config, cache_dir, scratch, tokenizer)
                     return _open_cache(folder, tokenizer, corpus, is_hit=False)
         tokens = found
     sizes = f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"
@@ -145,8 +143,8 @@ def _load_mixture(corpus: Corpus, config: TokenizerSection, tokenizer: PreTraine
     cache_dir = cache_folder(corpus.data)
     tokenizer = tokenizer or find_tokenizer(config, corpus.identity, cache_dir / "tokenizers")
     if tokenizer is None:
-        with writing("data.cache_dir", cache_dir), locked(_lock(cache_dir, _digest(corpus.identity)), _WORK):
-            tokenizer = _train_tokenizer(corpus, config, cache_dir)
+        with _building(corpus, cache_dir) as scratch:
+            tokenizer = _train_tokenizer(corpus, config, cache_dir, scratch)
     texts: dict[str, TokenCache] = {}
     for name, text in corpus.texts.items():
         with of_text(name):
@@ -161,31 +159,25 @@ def _load_mixture(corpus: Corpus, config: TokenizerSection, tokenizer: PreTraine
         is_hit=all(one.is_hit for one in caches),
         identity=corpus.identity,
         tokenizer_sha256=tokenizer_sha256(tokenizer),
-        verification=Verification({"files": {}}, lambda: iter(())),  # that of each text
         tokenizer_loss=next(losses, None),
         overlap=_summed_overlap(caches),
         texts=texts,
     )
 
 
-def _train_tokenizer(corpus: Corpus, config: TokenizerSection, cache_dir: Path) -> PreTrainedTokenizerFast:
-    """Train the tokenizer of a mixture on all of its texts. The caller holds the lock."""
-    folder, text = cache_dir / "tokenizers", _digest(corpus.identity)
-    building = cache_dir / f"{BUILDING}{text}"
-    _remove_leftovers(cache_dir, text)
-    folder.mkdir(exist_ok=True)
+def _train_tokenizer(
+    corpus: Corpus, config: TokenizerSection, cache_dir: Path, scratch: Path
+) -> PreTrainedTokenizerFast:
+    """Train the tokenizer of a mixture on all of its texts."""
 
     def pieces() -> Any:
         found = []
         for number, (name, one) in enumerate(corpus.texts.items()):
             with of_text(name):
-                found.append(one.write_pieces(building / str(number))["train"])
+                found.append(one.write_pieces(scratch / str(number))["train"])
         return mixed_pieces(found, mean_shares(corpus.data.mixture), config)
 
-    try:
-        return build_tokenizer(config, corpus.identity, pieces, folder)
-    finally:
-        _remove_leftovers(cache_dir, text)
+    return build_tokenizer(config, corpus.identity, pieces, cache_dir / "tokenizers")
 
 
 def _summed_overlap(texts: list[TokenCache]) -> dict[str, Any]:
@@ -249,9 +241,25 @@ def _digest(identity: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
+@contextmanager
+def _building(corpus: Corpus, cache_dir: Path) -> Iterator[Path]:
+    """Hold the lock of all builds from one text, and yield a folder for what they need for a while.
+
+    Its tokenizers and tokens may be the same. With the lock, it is safe to delete what an interrupted build left.
+    """
+    text = _digest(corpus.identity)
+    with writing("data.cache_dir", cache_dir):
+        for folder in ("locks", "tokenizers"):
+            (cache_dir / folder).mkdir(exist_ok=True)
+        with locked(_lock(cache_dir, text), "builds the token cache of the same text"):
+            _remove_leftovers(cache_dir, text)
+            try:
+                yield cache_dir / f"{BUILDING}{text}"
+            finally:
+                _remove_leftovers(cache_dir, text)
+
+
 def _lock(cache_dir: Path, text: str) -> Path:
-    """Return the lock of all builds from one text, whose tokenizers and tokens may be the same. text: its digest."""
-    (cache_dir / "locks").mkdir(exist_ok=True)
     return cache_dir / "locks" / f"{text}.lock"
 
 
@@ -264,37 +272,27 @@ def _problem(folder: Path, key: dict[str, Any]) -> str | None:
 
 
 def _build_cache(
-    corpus: Corpus, config: TokenizerSection, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None
+    corpus: Corpus, config: TokenizerSection, cache_dir: Path, scratch: Path, tokenizer: PreTrainedTokenizerFast | None
 ) -> tuple[Path, PreTrainedTokenizerFast]:
-    """Build the cache, and the tokenizer if it is not known. Return the cache's folder and the tokenizer.
-
-    The caller holds the lock, so it is safe to delete what an interrupted build left behind.
-    """
-    text = _digest(corpus.identity)
-    building = cache_dir / f"{BUILDING}{text}"
-    _remove_leftovers(cache_dir, text)
-    (cache_dir / "tokenizers").mkdir(exist_ok=True)
-    pieces = cache(lambda: corpus.write_pieces(building / "text"))
-    try:
-        if tokenizer is None:
-            tokenizer = build_tokenizer(config, corpus.identity, lambda: pieces()["train"], cache_dir / "tokenizers")
-        folder, key = _cache_path(corpus, config, cache_dir, tokenizer)
-        problem = _problem(folder, key)
-        if problem is None:  # only the tokenizer was damaged or lost
-            return folder, tokenizer
-        if folder.exists():
-            _log.info("cache damaged: %s (%s); rebuilding it", folder, problem)
-        else:
-            _log.debug("cache miss: %s", _what_changed(key, cache_dir))
-        partial = folder.with_name(f".partial-{text}")
-        partial.mkdir(parents=True)
-        tokenizer_loss = write_streams(corpus, config.kind, tokenizer, pieces, partial, building, folder.name)
-        train, val = (open_stream(stream_path(partial, split)) for split in SPLITS)
-        overlap = count_overlap(train, val, int(tokenizer.eos_token_id))
-        write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss, overlap=overlap)
-        replace_folder(partial, folder)
-    finally:
-        _remove_leftovers(cache_dir, text)
+    """Build the cache, and the tokenizer if it is not known. Return the cache's folder and the tokenizer."""
+    pieces = cache(lambda: corpus.write_pieces(scratch / "text"))
+    if tokenizer is None:
+        tokenizer = build_tokenizer(config, corpus.identity, lambda: pieces()["train"], cache_dir / "tokenizers")
+    folder, key = _cache_path(corpus, config, cache_dir, tokenizer)
+    problem = _problem(folder, key)
+    if problem is None:  # only the tokenizer was damaged or lost
+        return folder, tokenizer
+    if folder.exists():
+        _log.info("cache damaged: %s (%s); rebuilding it", folder, problem)
+    else:
+        _log.debug("cache miss: %s", _what_changed(key, cache_dir))
+    partial = folder.with_name(f".partial-{_digest(corpus.identity)}")
+    partial.mkdir(parents=True)
+    tokenizer_loss = write_streams(corpus, config.kind, tokenizer, pieces, partial, scratch, folder.name)
+    train, val = (open_stream(stream_path(partial, split)) for split in SPLITS)
+    overlap = count_overlap(train, val, int(tokenizer.eos_token_id))
+    write_manifest(partial, key=key, built_at=time.time(), tokenizer_loss=tokenizer_loss, overlap=overlap)
+    replace_folder(partial, folder)
     return folder, tokenizer
 
 
@@ -351,7 +349,7 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
     for warning in filter(None, (tokenizer_loss, describe_overlap(overlap))):
         _log.warning("%s", warning)
     return TokenCache(
-        train, val, tokenizer, folder, is_hit, corpus.identity, sha256, verification, tokenizer_loss, overlap
+        train, val, tokenizer, folder, is_hit, corpus.identity, sha256, tokenizer_loss, verification, overlap
     )
 
 
