@@ -328,9 +328,7 @@ def read_hub(data: DataSection) -> Iterator[Document]:
 
     def rows() -> Iterator[Row]:
         for batch in table.iter(batch_size=_ROWS_PER_BATCH):
-            wanted, steps = column.wanted(batch, name), column.steps(batch, name)[1:]
-            for row in zip(*(batch[one] for one in wanted), strict=True):
-                yield None, column.value(wanted, row), steps
+            yield from column.rows(batch, *column.wanted(batch, name))
 
     yield from _documents(rows(), SourceFile(name, Path(name)), data)
 

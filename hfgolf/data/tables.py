@@ -11,7 +11,7 @@ import itertools
 import json
 import re
 import shlex
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -62,23 +62,27 @@ class Column:
         """The columns that may hold what is said before the answer in this one."""
         return [*_BEFORE.get(self.name, ())] if self.key == "messages_column" else []
 
-    def wanted(self, names: Collection[str], path: object) -> list[str]:
-        """Return the columns to read: what is said before an answer, and the column itself. Raises UserError."""
-        wanted = [*(name for name in self.before if name in names), self.steps(names, path)[0]]
+    def wanted(self, names: Collection[str], path: object) -> tuple[list[str], list[str]]:
+        """Return the columns to read, and the steps from the value of the last to the content.
+
+        That is the column itself, after what is said before an answer. Raises UserError if it is not there.
+        """
+        found = self.find(names)
+        if found is None:
+            raise NoColumnError(self.missing(names, path))
+        wanted = [*(name for name in self.before if name in names), found[0]]
         if twice := [one for one in wanted if sum(name == one for name in names) > 1]:
             raise UserError(f"{path} has two columns {twice[0]!r}; rename one.")
-        return wanted
+        return wanted, found[1:]
 
     def value(self, names: Sequence[str], values: Sequence[Any]) -> Any:
         """Return the value of a row, of whose wanted columns these are the values."""
         return values[0] if len(values) == 1 else Answer(zip(names, values, strict=True))
 
-    def steps(self, names: Collection[str], path: object) -> list[str]:
-        """Return the column's name and the steps from its value to the content. Raises UserError if it is not there."""
-        steps = self.find(names)
-        if steps is None:
-            raise NoColumnError(self.missing(names, path))
-        return steps
+    def rows(self, batch: Mapping[str, list[Any]], wanted: list[str], steps: list[str]) -> Iterator[Row]:
+        """Yield the rows of a batch, {column: its values}."""
+        for values in zip(*(batch[name] for name in wanted), strict=True):
+            yield None, self.value(wanted, values), steps
 
     def missing(self, names: Collection[str], path: object) -> str:
         """Return what an error says if the column is not one of these."""
@@ -107,22 +111,22 @@ def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row
     objects = _JsonObjects(blocks, path)
     is_table, found = _unwrapped(objects, path, column)
     for row, (line, value) in enumerate(found):
-        steps = column.find(value)
-        is_found |= steps is not None
+        is_here = column.find(value) is not None
+        is_found |= is_here
         if not is_found:
             others |= dict.fromkeys(value)
             if row == _ROWS_WITHOUT_COLUMN:
                 break
-        if steps is None:
+        if not is_here:
             yield line, None, []
         else:
-            names = column.wanted(value, path)
+            names, steps = column.wanted(value, path)
             has_before |= len(names) > 1
             is_alone = bool(column.before) and len(names) == 1 and isinstance(value[names[0]], str)
             if is_alone and alone is None:
                 alone = row_name(path, row, line)
             content = column.value(names, [value[name] for name in names])
-            yield line, Answer({names[0]: content}) if is_alone else content, steps[1:]
+            yield line, Answer({names[0]: content}) if is_alone else content, steps
     if alone is not None and not has_before:
         raise UserError(
             f"{alone}: {column.name!r} holds text, not a list of messages, and no row has its prompt in"
@@ -368,8 +372,8 @@ def _cells(reader: Any, path: Path, column: Column, has_header: bool, advice: st
             f" data.{column.key} to one of them, as in {option}{other_keys(header)}; if there is no header, set it to"
             " the column's number, from 0."
         )
-    names = column.wanted(header, path)
-    indices, steps = [header.index(name) for name in names], column.steps(header, path)[1:]
+    names, steps = column.wanted(header, path)
+    indices = [header.index(name) for name in names]
     for row, (line, cells) in enumerate(rows if has_header else itertools.chain([first], rows)):
         if len(cells) != len(header):
             raise UserError(
@@ -385,11 +389,9 @@ def parquet_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
 
     # a row group may be the whole file: read it page by page
     with pq.ParquetFile(path, buffer_size=1 << 20, pre_buffer=False) as table:
-        names, steps = table.schema_arrow.names, column.steps(table.schema_arrow.names, name)[1:]
-        wanted = column.wanted(names, name)
+        wanted, steps = column.wanted(table.schema_arrow.names, name)
         for batch in table.iter_batches(_ROWS_PER_BATCH, columns=wanted, use_threads=False):
-            values = zip(*(batch.column(one).to_pylist() for one in wanted), strict=True)
-            yield from ((None, column.value(wanted, row), steps) for row in values)
+            yield from column.rows(batch.select(wanted).to_pydict(), wanted, steps)
 
 
 def arrow_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
@@ -400,7 +402,7 @@ def arrow_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
         names = (pa.ipc.open_file if is_file else pa.ipc.open_stream)(file).schema.names
-        steps, wanted = column.steps(names, name)[1:], column.wanted(names, name)
+        wanted, steps = column.wanted(names, name)
         file.seek(0)
         options = pa.ipc.IpcReadOptions(included_fields=[names.index(one) for one in wanted])
         if is_file:
@@ -411,9 +413,8 @@ def arrow_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
         for batch in batches:
             batch.validate(full=True)  # offsets of a damaged file would lead anywhere
             for start in range(0, batch.num_rows, _ROWS_PER_BATCH):
-                rows = batch.slice(start, _ROWS_PER_BATCH)
-                values = zip(*(rows.column(one).to_pylist() for one in wanted), strict=True)
-                yield from ((None, column.value(wanted, row), steps) for row in values)
+                rows = batch.slice(start, _ROWS_PER_BATCH).to_pydict()
+                yield from column.rows(rows, wanted, steps)
 
 
 TEXT_TABLES: dict[str, Callable[[Iterator[str], Path, Column], Iterator[Row]]] = {
