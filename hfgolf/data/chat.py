@@ -91,8 +91,9 @@ class ConversationEncoder:
         self._named_tokens = tokenizer.special_tokens_map
         self._separator = tokenizer.eos_token_id
         self._special = tuple(token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-        longest_first = sorted(self._special, key=len, reverse=True)
-        self._is_special = re.compile("|".join(map(re.escape, longest_first)))
+        # one of a single character, such as a "!" for padding, is also what spells that character
+        longest_first = sorted((token for token in self._special if len(token) > 1), key=len, reverse=True)
+        self._is_special = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
         self._backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
         self._backend.no_padding()
         self._backend.no_truncation()

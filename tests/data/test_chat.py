@@ -174,6 +174,13 @@ def test_text_that_spells_a_special_token_stays_text(build):
     assert part.num_bytes == len(spelled)
 
 
+def test_a_special_token_of_one_character_counts_as_its_text():
+    tokenizer = chatml_tokenizer()
+    tokenizer.pad_token = "!"
+    (part,) = ConversationEncoder(tokenizer).encode([("a", [message("user", "Oh!"), message("assistant", "A!b!")])])
+    assert part.num_bytes == 4 and tokenizer.decode(np.array(part.ids)[part.is_target]) == "A!b!<|im_end|>"
+
+
 ASKED = [message("system", "Be brief."), message("user", "Add 3 to 4.\n\nAt once."), message("assistant", "7")]
 PLAIN = {"system": "Be brief.", "prompt": "Add 3 to 4.\n\nAt once.", "completion": "7"}
 INSTRUCTION = {"instruction": "Add 3 to 4.", "input": "At once.", "output": "7", "history": None}
