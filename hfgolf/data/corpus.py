@@ -10,7 +10,7 @@ import itertools
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -285,9 +285,12 @@ def load_corpus(data: DataSection) -> Corpus:
         hashes = file_hashes(states, cache_folder(data) / "hashes.json")
     except OSError as error:
         raise UserError(f"data.files: cannot read {error.filename} ({error.strerror}); make it readable.") from error
-    for split in (None, "val"):
-        listed = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in files if file.split == split]
-        identity["files" if split is None else "val_files"] = listed
+
+    def listed(some: Iterable[SourceFile]) -> list[list[Any]]:
+        return [[file.name, states[file.path][0], hashes[file.path]] for file in some]
+
+    identity["files"] = listed(file for file in files if file.split is None)
+    identity["val_files"] = listed(file for file in files if file.split == "val")
     if data.source == "shards":
         trained = {hashes[file.path]: file.name for file in files if file.split is None}
         for file in files:
@@ -299,7 +302,7 @@ def load_corpus(data: DataSection) -> Corpus:
                     copy,
                 )
         identity["separator_id"] = data.separator_id
-        identity["val_bytes"] = [[file.name, file.path.stat().st_size, hashes[file.path]] for file in bytes_files]
+        identity["val_bytes"] = listed(bytes_files)
     return Corpus(identity, data, tuple(files), tuple(bytes_files), tuple(states[f.path] for f in files))
 
 
