@@ -337,9 +337,9 @@ def identity_changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[
         if old == new:
             continue
         if isinstance(old, list) and isinstance(new, list) and all(isinstance(entry, list) for entry in [*old, *new]):
-            entries = [entry for entry in new if entry not in old] + [entry for entry in old if entry not in new]
-            names = join_words(dict.fromkeys(entry[0] for entry in entries), maximum=1)
-            changes.append(f"{name} ({names})" if names else name)
+            differing = {*map(tuple, old)} ^ {*map(tuple, new)}
+            names = dict.fromkeys(entry[0] for entry in [*new, *old] if tuple(entry) in differing)
+            changes.append(f"{name} ({join_words(names, maximum=1)})" if names else name)
         elif isinstance(new, dict) or name.endswith("sha256"):
             changes.append(name)  # hashes mean nothing to a reader
         else:
