@@ -12,7 +12,6 @@ import hashlib
 import json
 import re
 import shutil
-import urllib.parse
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -72,8 +71,7 @@ def _download_folder(url: str, folder: Path) -> Path:
 
 def download(url: str, key: str, folder: Path) -> Path:
     """Return the copy of `url` in `folder`, downloading it if it is missing. Delete it to download it again."""
-    parts = urllib.parse.urlsplit(url)
-    name = Path(parts.path).name or parts.netloc or "text"
+    name = Path(re.split("[?#]", url, maxsplit=1)[0]).name or "text"  # of the path, or else the host
     path = _download_folder(url, folder) / name
     if path.exists():
         return path

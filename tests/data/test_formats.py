@@ -521,13 +521,14 @@ def test_fsspec_urls_are_listed_and_downloaded_once(tmp_path, train_on, memory):
     assert load_corpus(data).identity == identity  # from the copies
 
 
-def test_fsspec_mistakes_are_one_line(tmp_path, train_on, memory, monkeypatch):
+def test_mistakes_in_a_url_are_one_line(tmp_path, train_on, memory, monkeypatch):
     memory.pipe("/data/a.txt", b"text")
     for url, message in {
         "memory://data/b.txt": "cannot download memory://data/b.txt",
         "memory://data/*.csv": "no file matches memory://data/*.csv",
         "memory://data": "is a folder; name its files by a glob, such as memory://data/*.jsonl",
         "nothing://data/a.txt": "cannot open nothing://data/a.txt: Protocol not known: nothing",
+        "http://[half": "cannot download http://[half",
     }.items():
         assert message in fails(train_on(url), tmp_path)
     monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it is not installed
