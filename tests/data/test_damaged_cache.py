@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from hfgolf.config.parse import load_config
 from hfgolf.config.sections import TokenizerSection
 from hfgolf.data import cache_folder, token_cache
 from hfgolf.data.cache_folder import DamagedCacheError
@@ -73,35 +74,25 @@ def test_tokens_are_reused_after_the_tokenizer_is_retrained(data, caplog):
     assert again.path == first.path and np.array_equal(again.train.tokens, first.train.tokens)
 
 
-@pytest.mark.parametrize("in_memory", [True, False])
-@pytest.mark.parametrize("name", [TRAIN, VAL])
-def test_large_cache_is_verified_in_the_background(data, large, caplog, name, in_memory):
+@pytest.mark.parametrize(("name", "in_memory"), [(TRAIN, False), (TRAIN, True), (VAL, False)])
+def test_large_cache_is_verified_in_the_background(data, large, caplog, monkeypatch, name, in_memory):
     caplog.set_level("INFO", logger="hfgolf")
-    data = data.__class__(**{**vars(data), "in_memory": in_memory})
-    load_tokens(data, BYTE).check(wait=True)
-    overwrite(load_tokens(data, BYTE).path / name, 4000, b"\1\0" * 5)
+    data = data.replace(in_memory=in_memory)
+    first = load_tokens(data, BYTE)
+    first.check(wait=True)
+    may_go_on, hashes = threading.Event(), token_cache.TokenStream.hashes
+    monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: may_go_on.wait() and hashes(stream))
+    overwrite(first.path / name, 4000, b"\1\0" * 5)
     tokens = load_tokens(data, BYTE)
     assert tokens.is_hit
-    with pytest.raises(DamagedCacheError, match=rf"{name} does not match the SHA-256 .* next start rebuilds it"):
-        tokens.check(wait=True)
+    tokens.check()  # not known yet
+    may_go_on.set()
+    for wait in (True, False):
+        with pytest.raises(DamagedCacheError, match=rf"{name} does not match the SHA-256 .* next start rebuilds it"):
+            tokens.check(wait)
     again = load_tokens(data, BYTE)
     assert not again.is_hit and "cache damaged" in caplog.text
     again.check(wait=True)
-
-
-def test_hashes_are_compared_in_a_separate_thread(data, large, monkeypatch):
-    load_tokens(data, BYTE)
-    may_go_on = threading.Event()
-    hashes = token_cache.TokenStream.hashes
-    monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: may_go_on.wait() and hashes(stream))
-    tokens = load_tokens(data, BYTE)
-    overwrite(tokens.path / TRAIN, 4000, b"\1\0" * 5)
-    tokens.check()  # not known yet
-    may_go_on.set()
-    with pytest.raises(DamagedCacheError):
-        tokens.check(wait=True)
-    with pytest.raises(DamagedCacheError):
-        tokens.check()
 
 
 @pytest.mark.parametrize("offset", [0, 8, 100, 300])
@@ -144,17 +135,22 @@ def test_cache_of_an_earlier_format_is_rebuilt_in_silence_and_its_runs_go_on(dat
     assert not [record for record in caplog.records if record.levelname != "DEBUG"]
 
 
+def cached(arguments: list[str]) -> Path:
+    """Tokenize the text of a run, and return the file of its training tokens."""
+    config = load_config(arguments).config
+    return load_tokens(config.data, config.tokenizer).path / TRAIN
+
+
 def test_training_on_damaged_tokens_ends_with_one_line_and_an_event(run, tiny_run, tmp_path, large, monkeypatch):
     """With a worker, in which the ids are read; without, it is the error that TokenStream.read raises."""
     monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: iter(()))  # training reads the ids first
     arguments = tiny_run(data__in_memory="false", data__num_workers=1)
-    run(arguments)
-    (path,) = (tmp_path / "cache").glob(f"tokens/*/{TRAIN}")
+    path = cached(arguments)
     overwrite(path, path.stat().st_size // 2, b"\xff\xff" * (path.stat().st_size // 5))
     with pytest.raises(UserError, match="contains id 65535") as caught:
-        run([*arguments, "--run.name=again"])
+        run(arguments)
     assert "\n" not in str(caught.value) and str(path.parents[1]) in str(caught.value)
-    lines = (tmp_path / "runs" / "again" / "metrics.jsonl").read_text().splitlines()
+    lines = (tmp_path / "runs" / "tiny" / "metrics.jsonl").read_text().splitlines()
     (event,) = [row for row in map(json.loads, lines) if row.get("event") == "damaged_cache"]
     assert event["reason"] == str(caught.value)
 
@@ -165,8 +161,7 @@ def test_training_on_tokens_with_a_wrong_hash_ends_without_saving(
     run, tiny_run, tmp_path, large, monkeypatch, caplog, known
 ):
     arguments = tiny_run(data__in_memory="false")
-    run(arguments)
-    (path,) = (tmp_path / "cache").glob(f"tokens/*/{TRAIN}")
+    path = cached(arguments)
     overwrite(path, path.stat().st_size // 2, b"\1\0" * 50)
     may_hash = threading.Event()
     hashes, check = token_cache.TokenStream.hashes, token_cache.TokenCache.check
@@ -181,15 +176,15 @@ def test_training_on_tokens_with_a_wrong_hash_ends_without_saving(
     monkeypatch.setattr(token_cache.TokenCache, "check", check_)
     try:
         with pytest.raises(DamagedCacheError, match="SHA-256") as caught:
-            run([*arguments, "--run.name=again"])
+            run(arguments)
     finally:
         may_hash.set()
-    again = tmp_path / "runs" / "again"
-    assert not (again / "model").exists()
-    saved = sorted(path.name for path in again.glob("checkpoints/step-*"))
+    folder = tmp_path / "runs" / "tiny"
+    assert not (folder / "model").exists()
+    saved = sorted(path.name for path in folder.glob("checkpoints/step-*"))
     assert saved == ([] if known == "at the first row" else ["step-000003", "step-000006"])
     assert [line for line in caplog.messages if line.startswith("doctor")]
-    (finding,), _ = examine(again)
+    (finding,), _ = examine(folder)
     assert finding.symptom == "damaged token cache"
     assert finding.saw in str(caught.value) and "SHA-256" in finding.saw
 
