@@ -10,10 +10,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
+from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.token_cache import TokenCache, count_overlap, load_tokens
 from hfgolf.data.token_stream import TokenStream
+from hfgolf.data.tokenizer import byte_level_tokenizer
 from hfgolf.system.wording import describe_overlap
 
 BYTE = TokenizerSection(kind="byte")
@@ -118,16 +121,22 @@ def test_rows_that_come_twice_are_found_between_the_hashed_parts(write, files_co
     assert 0 < expected == tokens.overlap["val_documents_in_train"] < tokens.overlap["val_documents"]
 
 
-def test_overlap_stands_with_the_figures_of_a_run(run, tiny_run, tmp_path, caplog):
-    for name, first in (("train", 0), ("val", 190)):
-        lines = (json.dumps({"text": f"document {number} of this text"}) + "\n" for number in range(first, first + 200))
+def test_overlap_and_a_lossy_tokenizer_stand_with_the_figures_of_a_run(run, tiny_run, tmp_path, caplog):
+    tokenizer = byte_level_tokenizer([])
+    tokenizer.normalizer = normalizers.Lowercase()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(tmp_path / "saved")
+    options = {"tokenizer__kind": "pretrained", "tokenizer__name_or_path": tmp_path / "saved", "train__max_steps": 2}
+    for name, first in (("files", 0), ("val_files", 190)):
+        lines = (json.dumps({"text": f"Text {number:03}"}) + "\n" for number in range(first, first + 200))
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
-    files = {"data__files": tmp_path / "train.jsonl", "data__val_files": tmp_path / "val.jsonl"}
+        options[f"data__{name}"] = tmp_path / f"{name}.jsonl"
     with caplog.at_level(logging.INFO, logger="hfgolf"):
-        folder = run(tiny_run(**files, train__max_steps=2))
-    said = "10 of 200 validation documents (5.0% of the bytes) also train, word for word"
-    assert sum(said in message for message in caplog.messages) == 2  # at the start, and below bits per byte
+        folder = run(tiny_run(**options))
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["val_documents"], summary["val_documents_in_train"]) == (200, 10)
-    assert f"Note: {said}" in (folder / "model" / "README.md").read_text()
-    assert said in (folder / "report.html").read_text()
+    assert summary["tokenizer_loss"].startswith("the tokenizer is not lossless (12.50% ")  # the T of 8 characters
+    overlap = "10 of 200 validation documents (5.0% of the bytes) also train, word for word"
+    for said in (overlap, summary["tokenizer_loss"]):
+        assert sum(said in message for message in caplog.messages) == 2  # at the start, and below bits per byte
+        assert f"Note: {said}" in (folder / "model" / "README.md").read_text()
+    assert overlap in (folder / "report.html").read_text()

@@ -84,7 +84,7 @@ def test_the_folder_is_a_dataset_and_its_chunks_are_read_as_one_stream(write, fi
     rows = [{"text": f"row {number} " + "é" * (number % 7)} for number in range(3500)]
     path = write("a.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     data = files_config(path, val_fraction=0.1, split="documents")
-    cache = load_tokens(data.__class__(**{**vars(data), "in_memory": in_memory}), bpe())
+    cache = load_tokens(data.replace(in_memory=in_memory), bpe())
     stream, saved = cache.train, load_from_disk(cache.path)
     assert len(stream.chunks) > 2
     assert saved["train"].features == {"input_ids": List(Value("uint16")), "num_bytes": Value("uint32")}
@@ -245,22 +245,13 @@ def test_two_processes_build_the_cache_once(data):
     assert sum(text.count("tokenizing train") for text in output) == 1
 
 
-def test_view_is_zero_copy_with_two_bytes_per_token(data):
-    stream = load_tokens(data.__class__(**{**vars(data), "in_memory": False}), BYTE).train
-    assert stream.tokens.dtype == np.uint16 and not stream.tokens.flags.writeable and not stream.tokens.flags.owndata
-    address = stream.tokens.__array_interface__["data"][0]
-    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if line.endswith(str(stream.path))]
-    ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in mapped]
-    assert any(low <= address and address + stream.tokens.nbytes <= high for low, high in ranges)
-    assert stream.path.stat().st_size < stream.tokens.nbytes + 1500
-
-
 @pytest.mark.parametrize("in_memory", [True, False, "auto"])
-def test_in_memory_copy_is_equal_and_logged_if_automatic(data, caplog, in_memory):
+def test_tokens_are_mapped_with_two_bytes_each_or_copied_which_is_logged_if_automatic(data, caplog, in_memory):
     caplog.set_level("DEBUG", logger="hfgolf")
-    stream = load_tokens(data.__class__(**{**vars(data), "in_memory": in_memory}), BYTE).train
+    stream = load_tokens(data.replace(in_memory=in_memory), BYTE).train
     assert stream.is_in_memory == (in_memory is not False)  # auto: this corpus fits
-    assert not stream.tokens.flags.writeable
+    assert stream.tokens.dtype == np.uint16 and stream.path.stat().st_size < stream.tokens.nbytes + 1500
+    assert not stream.tokens.flags.writeable and not stream.tokens.flags.owndata
     assert ("copied into memory" in caplog.text) == (in_memory == "auto")  # an explicit setting is not logged
     copy = pickle.loads(pickle.dumps(stream))
     assert len(pickle.dumps(stream)) < 1000 and np.array_equal(copy.tokens, stream.tokens)
@@ -344,28 +335,13 @@ def test_lossy_tokenizer_is_reported(write, files_config, tmp_path, caplog, buil
             assert warnings[0].endswith("bits per byte is not comparable")
 
 
-def test_run_with_a_lossy_tokenizer_says_so_with_its_results(run, tiny_run, tmp_path, caplog):
-    tokenizer = tokenizer_module.byte_level_tokenizer([])
-    tokenizer.normalizer = normalizers.Lowercase()
-    saved = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>")
-    saved.save_pretrained(tmp_path / "saved")
-    (tmp_path / "text.txt").write_text("The Cat. " * 2000)
-    pretrained = {"tokenizer__kind": "pretrained", "tokenizer__name_or_path": tmp_path / "saved"}
-    with caplog.at_level("INFO", logger="hfgolf"):
-        folder = run(tiny_run(**pretrained, data__files=tmp_path / "text.txt", train__max_steps=2))
-    loss = json.loads((folder / "summary.json").read_text())["tokenizer_loss"]
-    assert loss.startswith("the tokenizer is not lossless (22.")  # T and C of "The Cat. "
-    assert f"Note: {loss}." in (folder / "model" / "README.md").read_text()
-    assert [line.strip() for line in caplog.messages].count(loss) == 2  # from the cache, and below bits per byte
-
-
 def test_pretrained_tokenizer_with_ids_out_of_range_is_rejected(data, tmp_path):
     with pytest.raises(UserError, match=r"has id 90000, but only 3 entries"):
         load_tokens(data, save_word_tokenizer(tmp_path / "saved", {"first": 90_000}))
 
 
 def test_large_vocabularies_use_four_bytes_per_token(data, tmp_path):
-    config = save_word_tokenizer(tmp_path / "saved", {f"w{n}": n for n in range(2, 70_000)} | {"first": 70_000})
+    config = save_word_tokenizer(tmp_path / "saved", {f"w{n}": n for n in range(2, 36_000)} | {"first": 70_000})
     stream = load_tokens(data, config).train
     assert stream.tokens.dtype == np.uint32 and stream.tokens.max() == 70_000
 
