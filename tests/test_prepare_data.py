@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +24,7 @@ except SystemExit as exit:
 
 @pytest.mark.slow
 def test_prepared_tokens_are_reused_by_the_next_call_and_by_training(
-    run, tiny_run, tmp_path, corpus_file, monkeypatch, capsys
+    run, run_script, tiny_run, tmp_path, corpus_file, monkeypatch
 ):
     command = [sys.executable, "-c", _PREPARE, *tiny_run()]
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
@@ -46,10 +45,8 @@ def test_prepared_tokens_are_reused_by_the_next_call_and_by_training(
     )
 
     monkeypatch.setattr(stream_writer, "build_encoder", lambda *_: pytest.fail("tokenized again"))
-    monkeypatch.setattr(sys, "argv", ["scripts/prepare_data.py", *tiny_run()])
-    with pytest.raises(SystemExit) as exit_:
-        runpy.run_path(str(ROOT / "scripts" / "prepare_data.py"), run_name="__main__")
-    assert not exit_.value.code and f"{folder}: already cached" in capsys.readouterr().out
+    said = run_script("prepare_data.py", *tiny_run())
+    assert said.status == 0 and f"{folder}: already cached" in said.out
     assert (run(tiny_run(train__max_steps=1)) / "summary.json").is_file()
 
 

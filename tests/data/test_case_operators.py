@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from functools import partial
+from pathlib import Path
 from string import ascii_uppercase
 
 import numpy as np
@@ -13,7 +15,7 @@ from transformers import AutoTokenizer
 
 from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data import tokenizer as tokenizer_module
-from hfgolf.data.token_cache import load_tokens
+from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import entry_bytes
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.system.errors import UserError
@@ -24,28 +26,23 @@ TRAINING = (
 )
 
 
+def tokenize_in(folder: Path, *documents: str, kind: TokenizerSection = CASES) -> TokenCache:
+    """Tokenize validation documents, with training text that has every kind of word."""
+    (folder / "train.txt").write_text(TRAINING)
+    for number, text in enumerate(documents):
+        (folder / f"val{number:03}.txt").write_bytes(text.encode())
+    files = {"files": [str(folder / "train.txt")], "val_files": [str(folder / "val*.txt")]}
+    return load_tokens(DataSection(source="files", cache_dir=str(folder / "cache"), **files), kind)
+
+
 @pytest.fixture
 def tokenize(tmp_path):
-    """Return a function that tokenizes validation documents, with training text that has every kind of word."""
-
-    def tokenize_(*documents: str, kind: TokenizerSection = CASES):
-        (tmp_path / "train.txt").write_text(TRAINING)
-        for number, text in enumerate(documents):
-            (tmp_path / f"val{number:03}.txt").write_bytes(text.encode())
-        data = DataSection(
-            source="files",
-            files=[str(tmp_path / "train.txt")],
-            val_files=[str(tmp_path / "val*.txt")],
-            cache_dir=str(tmp_path / "cache"),
-        )
-        return load_tokens(data, kind)
-
-    return tokenize_
+    return partial(tokenize_in, tmp_path)
 
 
-@pytest.fixture
-def tokenizer(tokenize):
-    return tokenize("a").tokenizer
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return tokenize_in(tmp_path_factory.mktemp("cases"), "a").tokenizer
 
 
 @pytest.mark.parametrize(

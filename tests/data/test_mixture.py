@@ -101,15 +101,9 @@ def load(stream, *, world=1, accumulation=1, blocks_read=0, num_steps=20, **opti
     return rows, hashes
 
 
-@pytest.mark.parametrize("world", [1, 2, 4])
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_batches_do_not_depend_on_processes_or_accumulation(stream, world, accumulation):
-    for one, other in zip(load(stream, world=world, accumulation=accumulation), load(stream), strict=True):
+def test_batches_do_not_depend_on_processes_or_accumulation(stream):
+    for one, other in zip(load(stream, world=2, accumulation=3), load(stream), strict=True):
         assert torch.equal(one, other)
-
-
-def test_workers_give_the_same_batches(stream):
-    assert torch.equal(load(stream, num_workers=2)[0], load(stream)[0])
 
 
 def test_a_loader_continues_at_any_step_and_skips_what_is_excluded(stream):
@@ -221,19 +215,11 @@ def test_six_lines_describe_a_mixture_with_stages(tmp_path):
     assert DataSection(**json.loads(json.dumps(dict(data)))) == data, "a checkpoint has it as JSON"
 
 
-def test_no_two_entries_have_the_same_name():
-    entries = [{"files": "x.txt", "name": "a_3"}, {"files": "a.txt"}, {"files": "b/a.txt"}]
-    assert entry_names(entries) == ["a_3", "a", "a_3_3"]
-
-
-def test_entries_without_a_name_are_called_by_their_texts():
+def test_entries_without_a_name_are_called_by_their_texts_no_two_alike():
     entries = [{"files": files} for files in ("web/*.txt", "web/part-?.jsonl.gz", "a/b.c.txt", "*.txt", ["x.md", "y"])]
     assert entry_names(entries) == ["web", "part", "b", "text", "x"]
-    assert entry_names([{"files": "a.txt"}, {"files": "b/a.txt"}, {"source": "python_stdlib"}]) == [
-        "a",
-        "a_2",
-        "python_stdlib",
-    ]
+    entries = [{"files": "a.txt", "name": "a_3"}, {"files": "a.txt"}, {"files": "b/a.txt"}, {"source": "python_stdlib"}]
+    assert entry_names(entries) == ["a_3", "a", "a_3_3", "python_stdlib"]
 
 
 FILES = "{files: a.txt, weight: 1}"
@@ -318,12 +304,11 @@ def mixture(write, tmp_path):
 def test_texts_of_a_mixture_are_cached_each_for_itself_with_one_tokenizer(mixture):
     tokens = load_tokens(mixture(3, 1), TokenizerSection(vocab_size=300))
     assert [*tokens.texts] == ["sums", "rows"] and not tokens.is_hit
-    for text_tokens, part in zip(tokens.texts.values(), tokens.train.parts, strict=True):
-        assert part is text_tokens.train and text_tokens.tokenizer_sha256 == tokens.tokenizer_sha256
-        alone = load_tokens(
-            text_tokens_section(mixture, text_tokens), TokenizerSection(vocab_size=300), tokenizer=tokens.tokenizer
-        )
-        assert alone.is_hit and alone.path == text_tokens.path
+    for (name, section), part in zip(mixture(3, 1).sources().items(), tokens.train.parts, strict=True):
+        one = tokens.texts[name]
+        assert part is one.train and one.tokenizer_sha256 == tokens.tokenizer_sha256
+        alone = load_tokens(section, TokenizerSection(vocab_size=300), tokenizer=tokens.tokenizer)
+        assert alone.is_hit and alone.path == one.path and alone.identity == one.identity
     assert load_tokens(mixture(3, 1), TokenizerSection(vocab_size=300)).is_hit
     whole = tokens.tokenizer.decode(tokens.train.tokens)
     assert "says 5 AND 5 MAKE" in whole and "make" in whole
@@ -331,11 +316,6 @@ def test_texts_of_a_mixture_are_cached_each_for_itself_with_one_tokenizer(mixtur
     dataset = micro_batches(tokens.train, 32, seed=1)
     again = pickle.loads(pickle.dumps(dataset))  # as a worker gets it that is spawned
     assert torch.equal(again[np.arange(50)]["input_ids"], dataset[np.arange(50)]["input_ids"])
-
-
-def text_tokens_section(mixture, text_tokens):
-    sections = mixture(3, 1).sources().values()
-    return next(one for one in sections if load_corpus(one).identity == text_tokens.identity)
 
 
 def test_identity_changes_with_texts_and_weights_but_not_with_their_spelling(mixture, write):
@@ -385,14 +365,14 @@ def test_a_missing_file_is_named_before_anything_is_read(mixture, tmp_path):
 
 
 def test_a_tokenizer_is_trained_on_each_text_by_its_mean_share():
-    texts = [Dataset.from_dict({"text": [letter * 1000] * 20_000}) for letter in "ab"]
-    config = TokenizerSection(vocab_size=2000)  # is trained on at most 8 MB
+    texts = [Dataset.from_dict({"text": [letter * 1000] * 3000}) for letter in "ab"]
+    config = TokenizerSection(vocab_size=300)  # is trained on at most 1.2 MB
     sample = mixed_pieces(texts, [0.75, 0.25], config)
     counts = [sum(piece[0] == letter for piece in sample["text"]) for letter in "ab"]
-    assert sum(counts) * 1000 <= 2000 * 4096 and counts[0] / sum(counts) == pytest.approx(0.75, abs=0.05)
+    assert sum(counts) * 1000 <= 300 * 4096 and counts[0] / sum(counts) == pytest.approx(0.75, abs=0.05)
     few = mixed_pieces([texts[0].select(range(10)), texts[1]], [0.75, 0.25], config)
     assert sum(piece[0] == "a" for piece in few["text"]) == 10
-    assert len(mixed_pieces(texts, [0.75, 0.25], TokenizerSection(kind="char"))) == 40_000
+    assert len(mixed_pieces(texts, [0.75, 0.25], TokenizerSection(kind="char"))) == 6000
 
 
 def test_conversations_mix_with_conversations_in_columns_of_other_names(write, tmp_path):

@@ -332,7 +332,7 @@ def test_options_that_need_text_are_rejected(tmp_path):
 
 
 @pytest.mark.slow
-def test_training_on_shards_or_ids_matches_training_on_text(run, tiny_run, tmp_path):
+def test_training_on_shards_or_ids_matches_training_on_text(run, shared_run, tiny_run, tmp_path):
     config = load_config(tiny_run()).config
     tokens = load_tokens(config.data, config.tokenizer)
     for name, stream, cuts in (("train", tokens.train, [1000, 1001]), ("val", tokens.val, [777])):
@@ -340,14 +340,16 @@ def test_training_on_shards_or_ids_matches_training_on_text(run, tiny_run, tmp_p
             write_shard(tmp_path / f"{name}_{number:06d}.bin", part)
         rows = [part.tolist() for part in np.split(stream.tokens, np.flatnonzero(stream.tokens == END))[1:]]
         Dataset.from_dict({"input_ids": rows}).to_parquet(tmp_path / f"{name}.parquet")
-    forms: dict[str, dict[str, Any]] = {"text": {}}
-    for source, ending in (("shards", "_*.bin"), ("files", ".parquet")):
-        files = {"data__files": tmp_path / f"train{ending}", "data__val_files": tmp_path / f"val{ending}"}
-        forms[source] = {"data__source": source, **files}
-    forms["files"]["data__ids_column"] = "input_ids"
-    forms["sequential"] = forms["shards"] | {"data__order": "sequential"}
-    logs = [read_rows(run(tiny_run(run__name=name, **form)) / "metrics.jsonl") for name, form in forms.items()]
+    files = {"data__files": tmp_path / "train_*.bin", "data__val_files": tmp_path / "val_*.bin"}
+    logs = [shared_run(), run(tiny_run(data__source="shards", **files))]
+    text, shards = (read_rows(folder / "metrics.jsonl") for folder in logs)
     for column in ("train_losses", "sample_hashes", "val_loss", "val_bits_per_byte", "val_bytes", "val_tokens"):
-        text, shards, ids, sequential = ([row.get(column) for row in rows] for rows in logs)
-        assert text == shards == ids, column
-        assert column != "sample_hashes" or {*chain(*sequential)}.isdisjoint(chain(*text))
+        assert [row.get(column) for row in text] == [row.get(column) for row in shards], column
+    shape = {"data__source": "shards", "data__order": "sequential", "train__max_steps": 1}
+    sequential = read_rows(run(tiny_run(run__name="sequential", **shape, **files)) / "metrics.jsonl")
+    hashes = [{*chain(*(row.get("sample_hashes", ()) for row in rows))} for rows in (text, sequential)]
+    assert [len(of_run) for of_run in hashes] == [6, 1] and hashes[0].isdisjoint(hashes[1])
+    files = {"files": [str(tmp_path / "train.parquet")], "val_files": [str(tmp_path / "val.parquet")]}
+    ids = load_tokens(config.data.replace(ids_column="input_ids", split="documents", **files), config.tokenizer)
+    for one, other in ((ids.train, tokens.train), (ids.val, tokens.val)):
+        assert np.array_equal(one.tokens, other.tokens) and one.num_bytes == other.num_bytes

@@ -60,17 +60,10 @@ def test_any_unicode_round_trips_and_the_encoder_gives_the_same_ids(tmp_path, ki
     encoded, num_ids = build_encoder(tokenizer, kind)(texts)
     assert encoded.dtype == np.uint32 and num_ids == [len(row) for row in rows]
     assert encoded.tolist() == list(itertools.chain.from_iterable(rows))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_saved_tokenizer_loads_with_auto_tokenizer(tmp_path, kind, awkward):
-    tokenizer = build(kind, tmp_path / "cache")
     tokenizer.save_pretrained(tmp_path / "saved")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "saved")
-    assert isinstance(loaded, PreTrainedTokenizerFast)
-    assert loaded(awkward)["input_ids"] == tokenizer(awkward)["input_ids"]
-    assert loaded.eos_token_id == tokenizer.eos_token_id
-    assert tokenizer_sha256(loaded) == tokenizer_sha256(tokenizer)
+    assert isinstance(loaded, PreTrainedTokenizerFast) and tokenizer_sha256(loaded) == tokenizer_sha256(tokenizer)
+    assert loaded(awkward)["input_ids"] == rows[0] and loaded.eos_token_id == tokenizer.eos_token_id
 
 
 @pytest.mark.parametrize("is_limited", [True, False])
