@@ -266,13 +266,6 @@ def test_columns_before_an_answer_are_no_other_text_but_other_tokens(tmp_path):
     assert "before_answer" in read_manifest(load_tokens(data, BYTE).path)["key"]
 
 
-def test_two_columns_of_the_prompt_are_refused(tmp_path):
-    (tmp_path / "a.csv").write_text("output,instruction,instruction\na,b,c\n")
-    data = DataSection(source="files", files=[str(tmp_path / "a.csv")], messages_column="output")
-    with pytest.raises(UserError, match=r"a\.csv has two columns 'instruction'; rename one"):
-        [*load_corpus(data.replace(cache_dir=str(tmp_path)))._documents(tmp_path)]
-
-
 @pytest.mark.parametrize("tokenizer", [BYTE, TokenizerSection(), TokenizerSection(kind="char")])
 @pytest.mark.parametrize("num_rows", [2, 8])
 def test_of_conversations_too_few_to_divide_the_last_validate(tmp_path, num_rows, tokenizer):

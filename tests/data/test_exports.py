@@ -101,13 +101,6 @@ def test_messages_of_chatgpt_are_the_branch_that_it_shows(tmp_path):
     assert documents(export, tmp_path, messages_column="mapping") == []
 
 
-def test_half_a_character_of_chatgpt_is_one_line(tmp_path):
-    half = node("second", "user", "half \ud83d")
-    (tmp_path / "a.json").write_text(json.dumps([{"mapping": MAPPING | {"half": half}, "current_node": "half"}]))
-    data = DataSection(source="files", files=[str(tmp_path / "a.json")], cache_dir=str(tmp_path))
-    assert "holds half of a surrogate pair" in fails(data.replace(messages_column="mapping"), tmp_path)
-
-
 def test_export_of_chatgpt_says_which_key_it_needs(tmp_path):
     (tmp_path / "a.json").write_text(json.dumps([{"title": "a", "mapping": MAPPING, "current_node": "second"}]))
     data = DataSection(source="files", files=[str(tmp_path / "a.json")], cache_dir=str(tmp_path))

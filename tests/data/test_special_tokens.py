@@ -253,27 +253,16 @@ def test_text_that_a_tokenizer_cannot_encode_is_named_in_one_line(write, files_c
         ConversationEncoder(tokenizer).encode([("a", [{"role": "assistant", "content": text}])])
 
 
-def test_tokenizers_that_begin_documents_differently_share_a_cache_folder(write, files_config, tmp_path):
-    data = files_config(write("a.txt", "aaa"), val_files=[write("v.txt", "cc")])
-    starts = []
-    for token in ("<s>", "[MASK]"):
-        backend = byte_level_bpe()
-        backend.add_special_tokens(SPECIAL)
-        one = backend.token_to_id(token)
-        backend.post_processor = processors.TemplateProcessing(single=f"{token} $A", special_tokens=[(token, one)])
-        tokens = load_tokens(data, saved(tmp_path / str(one), backend))
-        assert not tokens.is_hit
-        starts.append(tokens.train.tokens[1])
-    assert len(set(starts)) == 2
-
-
-def test_another_separator_is_another_cache(write, files_config, tmp_path):
-    """Also if tokenizer.json, whose hash is in the key, is the same."""
+def test_tokenizers_that_begin_documents_differently_have_caches_of_their_own(write, files_config, tmp_path):
+    """Also if tokenizer.json, whose hash is in the key, is the same, and only the separator is another."""
     data = files_config(write("a.txt", "aaa"), val_files=[write("v.txt", "cc")])
     backend = byte_level_bpe()
     backend.add_special_tokens(SPECIAL)
-    first, second = (
-        load_tokens(data, saved(tmp_path / name.strip("</>[]"), backend, eos_token=name)) for name in ("</s>", "[MASK]")
-    )
-    assert first.tokenizer_sha256 == second.tokenizer_sha256 and not second.is_hit
-    assert (first.train.tokens[0], second.train.tokens[0]) == (2, 3)
+    found = []
+    for number, (single, separator) in enumerate(
+        (("$A", "</s>"), ("$A", "[MASK]"), ("<s> $A", "</s>"), ("[MASK] $A", "</s>"))
+    ):
+        config = saved(tmp_path / str(number), template(backend, single), eos_token=separator)
+        found.append(load_tokens(data, config))
+    assert not any(tokens.is_hit for tokens in found) and found[0].tokenizer_sha256 == found[1].tokenizer_sha256
+    assert [tokens.train.tokens[:-3].tolist() for tokens in found] == [[2], [3], [2, 1], [2, 3]]
