@@ -201,7 +201,8 @@ def match_files(data: DataSection, field: str, split: str | None) -> list[Source
     local = [path.parent for path in unique if not urls[path]]
     root = os.path.commonpath(local) if local else ""
     names = {path: redact(urls[path]) if urls[path] else path.relative_to(root).as_posix() for path in unique}
-    files = [SourceFile(name, path, split, path in optional - named) for path, name in names.items()]
+    optional -= named
+    files = [SourceFile(name, path, split, path in optional) for path, name in names.items()]
     for file in files:
         if file.path.stat().st_size == 0:
             raise UserError(f"{key}: {file.path} is empty; remove it or add text to it.")
