@@ -8,6 +8,7 @@ from __future__ import annotations
 import codecs
 import errno
 import glob
+import itertools
 import json
 import os
 import re
@@ -200,21 +201,17 @@ def _text_blocks(file: SourceFile, opener: Opener, encoding: str | None) -> Iter
     num_bytes, is_empty = 0, True
     try:
         with opener() as raw, DECOMPRESSED[file.endings[1]](raw) as stream:
-            while block := stream.read(BLOCK_BYTES):
-                if not num_bytes and (problem := not_text(block, file.path, encoding)):
+            for block in itertools.chain(iter(lambda: stream.read(BLOCK_BYTES), b""), [b""]):  # empty at the end
+                if block and not num_bytes and (problem := not_text(block, file.path, encoding)):
                     raise UserError(f"{file.path} {problem}.")
-                pending = decoder.num_pending
-                text = decoder.decode(block)
+                num_bytes += len(block)
+                text = decoder.decode(block, is_final=not block)
                 is_empty &= not text
                 yield text
-                num_bytes += len(block)
-            pending = decoder.num_pending
-            yield decoder.decode(b"", is_final=True)
-            is_empty &= not pending
     except UserError:
         raise
     except UnicodeDecodeError as error:
-        offset = num_bytes - pending + error.start
+        offset = num_bytes - len(error.object) + error.start  # of the object, the last bytes that were read
         name, advice = encoding or error.encoding, "restore it, or find its encoding and set data.encoding to it"
         if error.encoding == "utf-8":
             name = "UTF-8"
@@ -238,12 +235,7 @@ class _Decoder:
         self._decoder: codecs.IncrementalDecoder | None = None
         self._rest, self._is_first = b"", True
 
-    @property
-    def num_pending(self) -> int:
-        """Bytes that are read and not decoded yet."""
-        return len(self._decoder.getstate()[0] if self._decoder else self._rest)
-
-    def decode(self, block: bytes, is_final: bool = False) -> str:
+    def decode(self, block: bytes, is_final: bool) -> str:
         if self._decoder is None:
             block = self._rest + block
             encoding = (marked_encoding(block) if self._is_first else None) or self._encoding(block, is_final)

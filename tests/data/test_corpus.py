@@ -287,7 +287,13 @@ def test_identity_covers_everything_the_documents_depend_on(write, files_config)
 
 
 @pytest.mark.parametrize(
-    ("content", "offset"), [(b"ok\xff rest", 2), ("é".encode() * 600_000 + b"\xe4", 1_200_000), (b"\xe4\xbd", 0)]
+    ("content", "offset"),
+    [
+        (b"ok\xff rest", 2),
+        (b"\xef\xbb\xbfok\xff rest", 5),
+        ("é".encode() * 600_000 + b"\xe4", 1_200_000),
+        (b"\xe4\xbd", 0),
+    ],
 )
 def test_not_utf8_names_file_and_offset(tmp_path, write, files_config, content, offset):
     path = write("bad.txt", content)
