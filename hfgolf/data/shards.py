@@ -53,16 +53,16 @@ class ShardStream(Stream):
     def read(self, indices: np.ndarray) -> np.ndarray:
         """Return the tokens at `indices`, an array of any shape. Indices past the end wrap around.
 
-        Raises UserError for an id outside the vocabulary, and for a shard that is no longer as long as it was (a read
-        past its end would kill the process).
+        Raises UserError for an id outside the vocabulary, and for a shard that is gone or was truncated: a read past
+        its end would kill the process.
         """
         indices = indices % len(self)
         shards = np.searchsorted(self.ends, indices, side="right")
         ids = np.empty(indices.shape, np.uint16 if self.vocab_size <= 2**16 else np.uint32)
         for shard in np.unique(shards):
             path, chunk = self.paths[shard], self.chunks[shard]
-            if path.stat().st_size < chunk.offset + chunk.nbytes:
-                raise _refusal(path, "was truncated while it was being read; restore it and start again")
+            if not path.is_file() or path.stat().st_size < chunk.offset + chunk.nbytes:
+                raise _refusal(path, "was truncated or removed while it was being read; restore it and start again")
             is_here = shards == shard
             found = chunk[indices[is_here] - (self.ends[shard] - len(chunk))]
             require_vocabulary(found, self.vocab_size, path)

@@ -311,16 +311,16 @@ def test_ids_outside_the_vocabulary_are_rejected_when_read(tmp_path):
         load_tokens(options(tmp_path, separator_id=257), BYTE)
 
 
-@pytest.mark.parametrize("num_bytes", [100, 79_000])
+@pytest.mark.parametrize("num_bytes", [100, 79_000, None])
 @pytest.mark.parametrize("ending", ["bin", "npy"])
-def test_shard_truncated_while_it_is_read_is_one_line(tmp_path, ending, num_bytes):
+def test_shard_truncated_or_removed_while_it_is_read_is_one_line(tmp_path, ending, num_bytes):
     """Also by less than its header."""
     path, ids = tmp_path / f"train.{ending}", np.full(40_000, 65, np.uint16)
     _ = np.save(path, ids) if ending == "npy" else write_shard(path, ids)
     stream = ShardStream((path,), 257, np.zeros(1), np.zeros(1))
     assert stream.read(np.array([39_999])) == 65
-    os.truncate(path, path.stat().st_size - num_bytes)
-    with pytest.raises(UserError, match="was truncated while it was being read"):
+    path.unlink() if num_bytes is None else os.truncate(path, path.stat().st_size - num_bytes)
+    with pytest.raises(UserError, match="was truncated or removed while it was being read"):
         stream.read(np.array([39_999]))
 
 
