@@ -12,6 +12,8 @@ import hashlib
 import json
 import re
 import shutil
+import string
+import urllib.parse
 import urllib.request
 from contextlib import suppress
 from pathlib import Path
@@ -109,7 +111,8 @@ def _copy(url: str, key: str, path: Path) -> None:
 
 def _fetch(url: str, key: str, path: Path) -> None:
     """Download `url` to a file. Raises OSError if the download is cut short or stalls."""
-    with urllib.request.urlopen(url, timeout=_TIMEOUT_SECONDS) as answer, open(path, "wb") as file:
+    encoded = urllib.parse.quote(url, safe=string.punctuation)  # what browsers show as spaces and letters
+    with urllib.request.urlopen(encoded, timeout=_TIMEOUT_SECONDS) as answer, open(path, "wb") as file:
         shutil.copyfileobj(answer, file)
         if answer.length:  # http.client does not raise for this
             raise OSError(f"the connection ended {answer.length:,} bytes before the end of the file")

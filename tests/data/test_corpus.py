@@ -98,7 +98,10 @@ def test_url_is_downloaded_once(tmp_path, write, files_config, awkward):
     write("a.txt.gz", gzip.compress(awkward.encode()))
     write("rows.jsonl.gz", gzip.compress(b'{"text": "one"}\n{"text": "two"}\n'))
     val = write("val.txt", "validation")
+    write("naïve 你 50%.txt", "letters")
     with serving(tmp_path / "text") as address:
+        for spelled in ("naïve 你 50%25.txt", "na%C3%AFve%20%E4%BD%A0%2050%25.txt"):
+            assert read(files_config(f"{address}/{spelled}", val_files=[val]), tmp_path)["train"] == ["letters"]
         data = files_config(f"{address}/a.txt.gz", val_files=[val])
         assert read(data, tmp_path) == {"train": [awkward], "val": ["validation"]}
         table = f"{address}/rows.jsonl.gz?download=1"  # the ending is that of the path
