@@ -71,9 +71,7 @@ def run_steps(run: Run) -> None:
     if run.init_from and run.state.step == 0:
         with run.stopwatch.charge("other"), suppress(Interrupted):
             validate_start(run, clock.raise_if_stopped)
-    if run.state.unfinished_row is not None:
-        with run.stopwatch.charge("other"):
-            report_step(run, run.state.unfinished_row, evaluating=True, saving=False)
+    finish_row(run)
     while not (clock.is_over() or clock.stop_signal or should_stop_early(run)):
         result = train_step(run, clock.expected_steps())
         run.state.count_step(run.config.batch)
@@ -81,6 +79,7 @@ def run_steps(run: Run) -> None:
         run.hooks.call("after_step", run, result)
         clock.synchronize()
         if recovery.review(result) is Next.REPEAT:
+            finish_row(run)
             continue
         step, last = run.state.step, clock.is_over()
         console.step(step, run.state.elapsed_seconds, run.state.best_val_loss, run.stopwatch.seconds()["evaluate"])
@@ -149,6 +148,13 @@ def to_host(*scalars: Tensor) -> list[float]:
 def due(step: int, every_steps: int | None, last: bool) -> bool:
     """Return whether an action that runs every `every_steps` steps, and at the last step, is due."""
     return last or (every_steps is not None and step % every_steps == 0)
+
+
+def finish_row(run: Run) -> None:
+    """Repeat the evaluation in which a signal stopped the run, if the checkpoint that was just loaded is of then."""
+    if run.state.unfinished_row is not None:
+        with run.stopwatch.charge("other"):
+            report_step(run, run.state.unfinished_row, evaluating=True, saving=False)
 
 
 def report_step(run: Run, row: dict[str, Any], evaluating: bool, saving: bool) -> None:

@@ -151,9 +151,12 @@ class Run:
         self.log(of_all | details)
 
     def restart_hooks(self) -> None:
-        """Drop the rows after this step, which will be written again, and start the hooks from the rest."""
+        """Drop the rows after this step, which will be written again, and start the hooks from the rest.
+
+        The row of this step goes, too, if its evaluation is yet to be finished.
+        """
         if self.metrics is not None:
-            self.earlier = self.metrics.rewind(self.state.step)
+            self.earlier = self.metrics.rewind(self.state.step - (self.state.unfinished_row is not None))
         self.speeds = [speed for row in self.earlier.rows if (speed := row.get("tokens_per_second")) is not None]
         for event in self.earlier.events:
             if event["event"] == "init_from":

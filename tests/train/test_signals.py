@@ -19,13 +19,13 @@ from typing import Any
 import faults
 import psutil
 import pytest
-from faults import FORKING, events, rows, start_two, train_here
+from faults import FORKING, before_step, events, rows, start_two, train_here
 
 from hfgolf.checkpoint import contents
 from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.evaluate import loss
 from hfgolf.system.signals import Signals, Stopped, is_launcher
-from hfgolf.train import loop, setup
+from hfgolf.train import loop, setup, validation
 
 pytestmark = pytest.mark.slow
 
@@ -157,10 +157,14 @@ def test_closed_terminal_saves_and_exits_with_129(tiny_run, tmp_path):
     assert (stopped["signal"], stopped["step"]) == ("SIGHUP", step)
 
 
-def test_interrupted_evaluation_is_repeated_after_the_resume(run, tiny_run, shared_run, tmp_path, monkeypatch):
-    """The resumed run has the same rows and best step as an uninterrupted one."""
-    options = {"train__max_steps": 6, "train__eval_every_steps": 3, "train__save_every_steps": 10**6}
-    straight, folder = shared_run(**options), tmp_path / "runs" / "stopped"
+def test_interrupted_evaluation_is_repeated_after_the_resume(run, tiny_run, tmp_path, monkeypatch):
+    """The resumed run has the same rows and best step as an uninterrupted one, also if it dies before it saves again.
+
+    The loss gets worse, so that the repeated evaluation is not the best, which would be saved.
+    """
+    monkeypatch.setattr(validation.Evaluation, "loss", property(lambda self: 9 - self.nats / self.num_tokens))
+    options = {"train__max_steps": 6, "train__eval_every_steps": 2, "train__save_every_steps": 10**6}
+    straight, folder = run(tiny_run(run__name="straight", **options)), tmp_path / "runs" / "stopped"
     batches = []
     real = loss.summed_nats
 
@@ -170,21 +174,29 @@ def test_interrupted_evaluation_is_repeated_after_the_resume(run, tiny_run, shar
             signal.raise_signal(signal.SIGTERM)
         return real(*arguments, **named)
 
-    for resume in ("null", "auto"):  # in the evaluation of step 3, then in the same one again
+    run_here = functools.partial(tiny_run, run__name="stopped", **options)
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):  # in step 4, after that of step 2
+        patched.setattr(loop, "train_step", before_step({4: lambda run_: 1 // 0}))
+        run(run_here())
+    for _ in range(2):  # in the evaluation of step 4, then in the same one again
         batches.clear()
         with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
             patched.setattr(loss, "summed_nats", asked_in_the_second_batch)
-            run(tiny_run(run__name="stopped", **options, train__resume=resume))
+            run(run_here(train__resume="auto"))
         assert (ended.value.code, len(batches)) == (143, 2)
-        assert [row["step"] for row in rows(folder)] == [1, 2], "an interrupted evaluation leaves no row"
+        assert [row["step"] for row in rows(folder)] == [1, 2, 3], "an interrupted evaluation leaves no row"
         checkpoints = [path for path in (folder / "checkpoints").iterdir() if not path.is_symlink()]
-        assert [path.name for path in checkpoints] == ["step-000003"]
+        assert sorted(path.name for path in checkpoints) == ["step-000002", "step-000004"]
         *_, last = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-        assert (last["event"], last["signal"], last["step"]) == ("stopped", "SIGTERM", 3)
+        assert (last["event"], last["signal"], last["step"]) == ("stopped", "SIGTERM", 4)
         report = folder / "report.html"
-        assert "Stopped by SIGTERM at step 3" in report.read_text()
+        assert "Stopped by SIGTERM at step 4" in report.read_text()
         report.unlink()
-    run(tiny_run(run__name="stopped", **options, train__resume="auto"))
+    with monkeypatch.context() as patched, pytest.raises(ZeroDivisionError):
+        patched.setattr(loop, "train_step", before_step({6: lambda run_: 1 // 0}))
+        run(run_here(train__resume="auto"))
+    assert [row["step"] for row in rows(folder)] == [1, 2, 3, 4, 5]
+    run(run_here(train__resume="auto"))
     for name in ("step", "train_losses", "val_loss", "val_bits_per_byte"):
         assert [row[name] for row in rows(folder)] == [row[name] for row in rows(straight)]
     best = [json.loads((path / "summary.json").read_text())["step"] for path in (folder, straight)]
