@@ -31,7 +31,7 @@ from transformers import (
 
 from hfgolf.config.parse import ResolvedConfig, as_resolved, base_for, find_config, load_config, read_yaml
 from hfgolf.config.sections import DataSection, RunConfig
-from hfgolf.data.cache_folder import cache_folder
+from hfgolf.data.cache_folder import cache_folder, locked
 from hfgolf.data.files import require_paths, train_and_validation
 from hfgolf.data.tables import Column, other_keys
 from hfgolf.doctor.doctor import advice, examine, settings_of
@@ -301,7 +301,7 @@ class TrainedRun:
         import pandas as pd
 
         rows = read_metrics(self.folder / "metrics.jsonl").rows
-        return pd.DataFrame(rows).set_index("step")
+        return pd.DataFrame(rows or {"step": []}).set_index("step")
 
     @property
     def findings(self) -> list[Finding]:
@@ -366,6 +366,7 @@ def text_file(data: Any, stated: Mapping[str, Any]) -> Path:
     read; or strings or rows as dicts in a list, a Series, an array or a generator. stated: values of the config. Raises
     UserError for other objects, or for a table without the column of text.
     """
+    import pyarrow.parquet as pq
     from datasets import Dataset
 
     text_column = stated.get("data.text_column") or DataSection().text_column
@@ -381,10 +382,18 @@ def text_file(data: Any, stated: Mapping[str, Any]) -> Path:
             f"data: there is no column {column}; rename one to it, or name it in a config as data.text_column{other}"
             f" ({names})."
         )
+
+    def write(folder: Path) -> None:
+        data.to_parquet(folder / "data.parquet")
+
     digest = hashlib.sha256()
     for batch in data.with_format("arrow").iter(batch_size=1000):
         digest.update(repr([batch[name].to_pylist() for name in batch.column_names]).encode())
-    return _once(stated, digest.hexdigest(), lambda folder: data.to_parquet(folder / "data.parquet")) / "data.parquet"
+    path = _once(stated, digest.hexdigest(), write) / "data.parquet"
+    if pq.read_schema(path).names != data.column_names:  # of a table with the same values under other names
+        digest.update(repr(data.column_names).encode())
+        path = _once(stated, digest.hexdigest(), write) / "data.parquet"
+    return path
 
 
 def _dataset(data: Any, column: str, is_alone: bool) -> Dataset:
@@ -513,11 +522,13 @@ def _hash(*parts: object) -> str:
 def _once(stated: Mapping[str, Any], digest: str, write: Callable[[Path], Any]) -> Path:
     """Return the folder of the cache that a hash names; `write` fills it if it is not there."""
     data = DataSection(**{"cache_dir": stated["data.cache_dir"]} if "data.cache_dir" in stated else {})
-    folder = cache_folder(data).absolute() / "passed" / digest[:16]
-    if not folder.is_dir():
-        partial = folder.with_name(f".partial-{folder.name}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        write(partial)
-        replace_folder(partial, folder)
+    cache = cache_folder(data).absolute()
+    folder = cache / "passed" / digest[:16]
+    with locked(cache / "passed.lock", "copies what was passed to hfgolf.fit"):
+        if not folder.is_dir():
+            partial = folder.with_name(f".partial-{folder.name}")
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            write(partial)
+            replace_folder(partial, folder)
     return folder

@@ -7,7 +7,9 @@ import io
 import logging
 import os
 import signal
+import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from transformers import (
 from transformers.modeling_outputs import CausalLMOutput
 
 import hfgolf
+from hfgolf import api
 from hfgolf.checkpoint.store import newest_first, verify
 from hfgolf.config.parse import ResolvedConfig
 from hfgolf.config.sections import TokenizerSection
@@ -61,15 +64,13 @@ def folder(tmp_path, monkeypatch, reset_accelerate):
 @pytest.fixture
 def resolved(monkeypatch) -> list[ResolvedConfig]:
     """What fit would train, instead of training it."""
-    from hfgolf import api as module
-
     taken: list[ResolvedConfig] = []
 
     def take(resolved: ResolvedConfig, **_: Any) -> dict[str, Any]:
         taken.append(resolved)
         return {"model": "runs/my/model"}
 
-    monkeypatch.setattr(module, "train_once", take)
+    monkeypatch.setattr(api, "train_once", take)
     return taken
 
 
@@ -118,6 +119,8 @@ def test_fit_returns_a_run_that_shows_what_it_reached(folder, capsys):
     assert repr(hfgolf.open_run("runs/my")) == repr(run)
     with pytest.raises(hfgolf.UserError, match="nothing is not the folder of a run"):
         hfgolf.open_run("nothing")
+    (run.folder / "metrics.jsonl").write_text('{"step": 0, "event": "stopped", "elapsed_seconds": 0.0}\n')
+    assert run.metrics.empty and run.metrics.index.name == "step"
 
 
 @pytest.mark.slow
@@ -347,6 +350,28 @@ def test_another_column_may_be_named_in_the_config_beside_one_of_text(folder, re
     for data in ([row], pd.DataFrame([row]), Dataset.from_list([row])):
         hfgolf.fit(data=data, config="own.yaml")
         assert {*Dataset.from_parquet(resolved[-1].config.data.files).column_names} == {*row}
+
+
+def test_equal_values_under_other_names_are_another_table(folder, resolved):
+    for column in ("text", "body"):
+        hfgolf.fit(
+            data=pd.DataFrame({column: TEXTS}),
+            config=hfgolf.load_config("small").config.replace(data__text_column=column, data__cache_dir="own"),
+        )
+        assert Dataset.from_parquet(resolved[-1].config.data.files)[column][:] == TEXTS
+
+
+def test_processes_that_start_together_copy_an_object_once(tmp_path):
+    written: list[Path] = []
+
+    def write(partial: Path) -> None:
+        written.append(partial)
+        time.sleep(0.1)
+        (partial / "file").write_text("content")
+
+    with ThreadPoolExecutor(2) as pool:
+        folders = {*pool.map(lambda _: api._once({"data.cache_dir": tmp_path}, "0" * 64, write), range(2))}
+    assert len(folders) == len(written) == 1
 
 
 @pytest.mark.parametrize("files", [pd.DataFrame(TABLE), b"my.txt", None, 5, [TEXTS], io.StringIO("my.txt"), {"a": 1}])
