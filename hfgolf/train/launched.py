@@ -118,18 +118,23 @@ def launch_arguments() -> argparse.Namespace | None:
 
 @functools.cache  # a start asks six times, and each time accelerate would build its parser
 def _parsed(words: tuple[str, ...]) -> argparse.Namespace | None:
-    launch = next((word for word in words if word in ("launch", "accelerate.commands.launch")), None)
-    if launch is None:
-        return None
-    from accelerate.commands.launch import launch_command_parser
+    names = [os.path.basename(word) for word in words]
+    for place, name in enumerate(names):  # other programs have a word `launch`, too, such as `make launch`
+        is_command = name == "launch" and names[place - 1].startswith("accelerate")
+        if is_command or name in ("accelerate-launch", "accelerate.commands.launch"):
+            from accelerate.commands.launch import launch_command_parser
 
-    return launch_command_parser().parse_args(words[words.index(launch) + 1 :])
+            return launch_command_parser().parse_args(words[place + 1 :])
+    return None
 
 
 def _launcher_words() -> tuple[str, ...]:
-    """Return the command line of the process that started this one, () if it is gone."""
-    parent = psutil.Process().parent()
-    return tuple(parent.cmdline()) if parent else ()
+    """Return the command line of the process that started this one, () if it is gone or must not be read."""
+    try:
+        parent = psutil.Process().parent()
+        return tuple(parent.cmdline()) if parent else ()
+    except psutil.Error:
+        return ()
 
 
 def precision_of_accelerate() -> str | None:
@@ -143,6 +148,6 @@ def precision_of_accelerate() -> str | None:
         return precision
     from accelerate.commands.config.config_args import default_config_file
 
-    words = " ".join(_launcher_words())
-    is_chosen = "--mixed_precision" in words or "--config_file" in words or os.path.isfile(default_config_file)
-    return precision if is_chosen else None
+    arguments = launch_arguments()
+    is_stated = arguments is not None and (arguments.mixed_precision or arguments.config_file)
+    return precision if is_stated or os.path.isfile(default_config_file) else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 
+import psutil
 import pytest
 import torch
 from accelerate.utils import launch
@@ -72,6 +73,32 @@ def test_settings_without_effect_pass(name):
 def test_an_unknown_setting_is_refused(name):
     with pytest.raises(UserError, match=rf"^accelerate: {name}=1: hfgolf does not know this setting; unset it"):
         launched.check_settings({"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2", name: "1"})
+
+
+@pytest.mark.parametrize(
+    ("command", "port"),
+    [
+        ("python /bin/accelerate launch --main_process_port 7 train.py", 7),
+        ("python -m accelerate.commands.launch --main_process_port 7 train.py", 7),
+        ("python /bin/accelerate-launch --main_process_port 7 train.py", 7),
+        ("make launch", None),
+        ("launch --main_process_port 7", None),
+    ],
+)
+def test_only_what_accelerate_was_told_is_read(monkeypatch, command, port):
+    monkeypatch.setattr(launched, "_launcher_words", lambda: tuple(command.split()))
+    arguments = launched.launch_arguments()
+    assert (arguments and arguments.main_process_port) == port
+
+
+def test_a_parent_that_must_not_be_seen_is_none(monkeypatch):
+    """As that of `sudo -u someone` on a Mac."""
+
+    def parent(self):
+        raise psutil.AccessDenied
+
+    monkeypatch.setattr(psutil.Process, "parent", parent)
+    assert launched.launch_arguments() is None
 
 
 @pytest.mark.parametrize("option", ["--gradient_accumulation_steps", "--gradient_clipping"])

@@ -68,6 +68,7 @@ def launched_by(monkeypatch, tmp_path):
         (("bf16",), (), "fp32", "bf16", "accelerate"),
         (("no", "--mixed_precision", "no"), (), "bf16", "no", "accelerate"),
         (("no", "--config_file", "x.yaml"), (), "bf16", "no", "accelerate"),
+        (("no", "--mixed-precision=no"), (), "bf16", "no", "accelerate"),
         (("no",), (), "bf16", "bf16", "auto"),
         (("no", "--mixed_precision", "no"), ("--train.mixed_precision=bf16",), "bf16", "bf16", "command line"),
         ((), (), "bf16", "bf16", "auto"),
