@@ -148,7 +148,7 @@ def _on_all_processes(run: Run, work: Callable[[], Result]) -> Result:
     reason = None
     try:
         result = work()
-    except RuntimeError as error:
+    except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         reason = str(error)

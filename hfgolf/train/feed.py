@@ -102,7 +102,7 @@ def halve_until_it_fits(run: Run, work: Callable[[], Result]) -> Result:
     while True:
         try:
             return work()
-        except RuntimeError as error:
+        except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
             reason = one_line(error)[:120]
