@@ -49,7 +49,7 @@ from hfgolf.train.console import console
 from hfgolf.train.feed import epoch, read_of_each
 from hfgolf.train.run import Run
 from hfgolf.train.saving import flush
-from hfgolf.train.validation import evaluate, final_budget, of_each_text, read_share, sample
+from hfgolf.train.validation import evaluate, final_budget, of_each_text, old_text_columns, read_share, sample
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +110,7 @@ def end(run: Run, summary: dict[str, Any] | None) -> None:
 def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
     """Return the summary of the model's weights, those of `step`; the main process also exports them."""
     budget = final_budget(run)
-    evaluation, old = run.final_evaluations.get(step) or (evaluate(run, budget), _old_text_figures(run, budget))
+    evaluation, old = run.final_evaluations.get(step) or (evaluate(run, budget), old_text_columns(run, budget))
     summary: dict[str, Any] = {
         "run": run.config.run.name,
         "step": step,
@@ -297,8 +297,8 @@ def _take_best_weights(run: Run) -> tuple[int, int | None]:
     file, damaged_best = broadcast_object_list(answer)
     if file:
         weights, step = load_file(file), step_of(file.parent)
-        state = json.loads((file.parent / STATE_NAME).read_text())
         if run.config.model.overrides.get("loop") is not None:
+            state = json.loads((file.parent / STATE_NAME).read_text())
             run.raw_model.config.loop_active = state.get("loop_active", True)
         logger.info("using the weights of step %d", step)
     elif nonfinite:
@@ -333,11 +333,3 @@ def _find_weights(run: Run, name: str, has_last: bool) -> tuple[Path | None, int
         except Rejected as rejected:
             logger.warning("%s is damaged: %s", checkpoint.name, rejected)
     return None, damaged_best
-
-
-def _old_text_figures(run: Run, budget: int | None) -> dict[str, Any]:
-    """Evaluate the model's weights on data.old_text, if there is any."""
-    if run.old_text is None:
-        return {}
-    old = evaluate(run, budget, stream=run.old_text)
-    return {"old_val_loss": old.loss, "old_val_bits_per_byte": old.bits_per_byte}

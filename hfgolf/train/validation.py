@@ -114,11 +114,14 @@ def _evaluate_all_weights(
         evaluation = evaluate(run, budget, before_batch)
     row = _columns(run, evaluation, budget)
     if run.ema is not None:
-        with run.ema.applied():
+        with run.ema.applied(), run.hooks.weights(run):
             averaged = evaluate(run, budget, before_batch)
         row |= {"val_loss_ema": averaged.loss, "val_bits_per_byte_ema": averaged.bits_per_byte}
         evaluation = averaged if run.config.optim.ema_export else evaluation
-    return row | _old_text_columns(run, budget, before_batch), evaluation
+    if run.old_text is not None:
+        with exported_weights(run):
+            row |= old_text_columns(run, budget, before_batch)
+    return row, evaluation
 
 
 def validate_start(run: Run, before_batch: Callable[[], None]) -> None:
@@ -128,7 +131,7 @@ def validate_start(run: Run, before_batch: Callable[[], None]) -> None:
     """
     budget = final_budget(run)
     before = evaluate(run, budget, before_batch)
-    columns = _columns(run, before, budget) | _old_text_columns(run, budget, before_batch)
+    columns = _columns(run, before, budget) | old_text_columns(run, budget, before_batch)
     old = f", old text {columns['old_val_bits_per_byte']:.4f} bits per byte" if run.old_text is not None else ""
     logger.info(f"step 0  val loss {before.loss:.4f} ({before.bits_per_byte:.4f} bits per byte){old}")
     run.evaluation_at_start = columns
@@ -161,12 +164,11 @@ def read_share(run: Run, budget: int | None) -> float:
     return evaluation_extent(run.tokens.val, budget)[0] / evaluation_extent(run.tokens.val)[0]
 
 
-def _old_text_columns(run: Run, budget: int | None, before_batch: Callable[[], None]) -> dict[str, Any]:
-    """Evaluate the weights to export on data.old_text, if there is any."""
+def old_text_columns(run: Run, budget: int | None, before_batch: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Evaluate the model's current weights on data.old_text, if there is any; return columns of the row."""
     if run.old_text is None:
         return {}
-    with exported_weights(run):
-        evaluation = evaluate(run, budget, before_batch, run.old_text)
+    evaluation = evaluate(run, budget, before_batch, run.old_text)
     return {"old_val_loss": evaluation.loss, "old_val_bits_per_byte": evaluation.bits_per_byte}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from hfgolf.hooks import push, standard_hooks
 from hfgolf.system.errors import UserError
 from hfgolf.train import decisions, setup, validation
 from hfgolf.train.feed import blocks_per_epoch, epoch, start_batches
-from hfgolf.train.hooks import Hooks
+from hfgolf.train.hooks import Hook, Hooks
 from hfgolf.train.run import Run
 
 
@@ -139,6 +140,25 @@ def test_muon_orthogonalizes_q_k_and_v_separately(build):
     assert {name: rows for name, rows in splits.items() if rows} == {
         f"model.layers.{layer}.self_attn.qkv_proj.weight": (32, 32, 32) for layer in range(2)
     }
+
+
+class Halving(Hook):
+    """Lets each pass have half of the embedding."""
+
+    @contextmanager
+    def weights(self, run: Run) -> Iterator[None]:
+        weight = run.raw_model.get_input_embeddings().weight
+        kept, weight.data = weight.data, weight.data / 2
+        yield
+        weight.data = kept
+
+
+def test_averages_are_evaluated_with_the_weights_that_hooks_want(build):
+    run = build(optim__ema_decay=0.9)
+    plain = validation.evaluate(run).loss
+    run.hooks = Hooks([Halving()])
+    row = validation.validate(run, lambda: None, is_last=False)
+    assert row["val_loss_ema"] == row["val_loss"] != plain, "before the first step, the averages are the weights"
 
 
 @pytest.mark.parametrize("is_averaged", [False, True])
