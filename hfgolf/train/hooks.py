@@ -30,8 +30,8 @@ class Hook:
         hfgolf.fit("my.txt", hooks=[StopAt()])
 
     Every process calls every method, except `logged`; in what only one should do, ask
-    run.accelerator.is_main_process. Random generators and the model's mode are restored after each call. An exception
-    ends the run like any other error. What is not overridden costs nothing.
+    run.accelerator.is_main_process. torch's random generators and the model's mode are restored after each call. An
+    exception ends the run like any other error. What is not overridden costs nothing.
     """
 
     def start(self, run: Run) -> None:

@@ -10,7 +10,6 @@ import dataclasses
 import logging
 import math
 from collections.abc import Collection
-from enum import Enum, auto
 from statistics import median
 from typing import Literal
 
@@ -55,15 +54,6 @@ def first_nonfinite_gradient(model: nn.Module) -> str:
     return "no single parameter (the sum of the squares overflows)"
 
 
-class Next(Enum):
-    """What the loop does after a step."""
-
-    CONTINUE = auto()
-    """Log, evaluate and save as usual."""
-    REPEAT = auto()
-    """Go straight to the next step: the run was rolled back to an earlier one."""
-
-
 class Recovery:
     """Counts a run's consecutive bad steps, and rolls back to the last good checkpoint if there are too many.
 
@@ -75,8 +65,8 @@ class Recovery:
         symptoms = set(run.config.train.rollback_on) - {"nonfinite"}
         self._watch = LossWatch(symptoms, run.state) if symptoms else None
 
-    def review(self, result: StepResult) -> Next:
-        """Record the last step, and roll back if it was one bad step too many.
+    def review(self, result: StepResult) -> bool:
+        """Record the last step. If it was one bad step too many, roll the run back to an earlier step and return True.
 
         Raises UserError, with a diagnosis, if train.max_rollbacks is reached or a rollback is not possible.
         """
@@ -84,19 +74,19 @@ class Recovery:
             return self._review_nonfinite(result)
         if self._watch is not None and math.isfinite(loss := self._mean_loss(result)):
             return self._review_loss(self._watch, loss)
-        return self._note_good_step()
+        self._note_good_step()
+        return False
 
-    def _note_good_step(self) -> Next:
+    def _note_good_step(self) -> None:
         self._run.state.bad_steps, self._run.state.suspect_step = [], None
-        return Next.CONTINUE
 
-    def _review_nonfinite(self, result: StepResult) -> Next:
+    def _review_nonfinite(self, result: StepResult) -> bool:
         run, train = self._run, self._run.config.train
         run.state.skipped_steps += 1
         scaler = run.accelerator.scaler
         if scaler is not None and scaler.get_scale() > 1:
             self._report_overflow(result, scaler.get_scale())  # finding the right scale needs no rollback
-            return Next.CONTINUE
+            return False
         positions, in_a_row = self._count_bad_step()
         blocks = starts_of(run, positions)
         diagnosis = (
@@ -112,8 +102,9 @@ class Recovery:
         )
         logger.info("%s; update skipped (%d of %d in a row)", diagnosis, in_a_row, train.max_skipped_steps)
         if in_a_row < train.max_skipped_steps:
-            return Next.CONTINUE
-        return self._roll_back("nonfinite", diagnosis, good_until=run.state.step)  # skipped steps left weights alone
+            return False
+        self._roll_back("nonfinite", diagnosis, good_until=run.state.step)  # skipped steps left weights alone
+        return True
 
     def _report_overflow(self, result: StepResult, scale: float) -> None:
         """Report a step that overflowed under fp16's loss scale. scale: the scaler's new, lower scale."""
@@ -127,24 +118,25 @@ class Recovery:
         accelerator = self._run.accelerator
         return accelerator.reduce(torch.tensor(result.loss, device=accelerator.device), "mean").item()
 
-    def _review_loss(self, watch: LossWatch, loss: float) -> Next:
+    def _review_loss(self, watch: LossWatch, loss: float) -> bool:
         step = self._run.state.step
         verdict, evidence = watch.verdict(step, loss)
         if verdict is None:
-            return self._note_good_step()
+            self._note_good_step()
+            return False
         _, in_a_row = self._count_bad_step()
         if verdict == "spike" and in_a_row < self._run.config.train.max_skipped_steps:
-            return Next.CONTINUE
+            return False
         diagnosis = f"step {step}: {evidence}"
         logger.info("%s (%s)", diagnosis, verdict)
         good_until = step - in_a_row if verdict == "spike" else self._run.state.lowest_level_step
-        return self._roll_back(verdict, diagnosis, good_until)
+        self._roll_back(verdict, diagnosis, good_until)
+        return True
 
-    def _roll_back(self, cause: str, diagnosis: str, good_until: int) -> Next:
+    def _roll_back(self, cause: str, diagnosis: str, good_until: int) -> None:
         with self._run.stopwatch.charge("checkpoint"):
             self._restore(cause, diagnosis, good_until)
         self._run.meter.restart()  # the steps since the last row are undone
-        return Next.REPEAT
 
     def _restore(self, cause: str, diagnosis: str, good_until: int) -> None:
         """Load the newest checkpoint up to step good_until that is not suspect, or else the oldest one."""

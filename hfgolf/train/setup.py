@@ -19,13 +19,7 @@ from accelerate.utils import DistributedDataParallelKwargs, GradientAccumulation
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hfgolf.checkpoint.contents import Checkpointer
-from hfgolf.checkpoint.identity import (
-    check_config,
-    check_text,
-    check_tokenizer,
-    read_identity,
-    run_identity,
-)
+from hfgolf.checkpoint.identity import check_config, check_text, check_tokenizer, read_identity, run_identity
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import check_resume, choose_checkpoint, clean_up
 from hfgolf.config.parse import ResolvedConfig
@@ -46,10 +40,7 @@ from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.metrics import MetricsFile
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
 from hfgolf.system.errors import UserError, writing
-from hfgolf.system.hardware import (
-    fingerprint,
-    peak_flops,
-)
+from hfgolf.system.hardware import fingerprint, peak_flops
 from hfgolf.system.ranks import agree, first_of_machine, gather
 from hfgolf.system.signals import Signals
 from hfgolf.system.stopwatch import Stopwatch
@@ -74,12 +65,7 @@ from hfgolf.train.init_from import (
     take_architecture,
 )
 from hfgolf.train.meter import Meter
-from hfgolf.train.process import (
-    processes,
-    seed_everything,
-    trim_memory,
-    tune_memory,
-)
+from hfgolf.train.process import processes, seed_everything, trim_memory, tune_memory
 from hfgolf.train.run import Run
 from hfgolf.train.validation import describe_validation
 
@@ -95,8 +81,8 @@ def set_up(
     """Build a run: folder, data, model, optimizer. Resume from a checkpoint if train.resume says so.
 
     said: the config of a person, which this start completes (decisions.py). signals and stopwatch: of the session;
-    None: there is none. Raises UserError for a problem that the user can fix; an
-    earlier run in the folder is not harmed.
+    None: there is none. Raises UserError for a problem that the user can fix; an earlier run in the folder is not
+    harmed.
     """
     check_golf(said.config)
     stopwatch = stopwatch or Stopwatch(console.switch)
