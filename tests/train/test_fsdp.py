@@ -180,15 +180,3 @@ def test_fsdp2_run_that_is_killed_in_its_saves_ends_as_one_that_is_not(tiny_run,
     assert valid_steps(killed / "checkpoints") == [2, 3, 6]
     assert losses(killed) == losses(straight)
     assert verdict(diff_runs(evidence(RunFolder(straight)), evidence(RunFolder(killed))), 6, is_exact=True)[0]
-
-
-@pytest.mark.parametrize(
-    ("option", "line"),
-    [
-        ({"model__architecture": "llama"}, r"model\.architecture: llama does not train under FSDP2, only golf"),
-        ({"optim__state_dtype": "bf16"}, r"optim\.state_dtype: under FSDP2, .* it must be fp32"),
-    ],
-)
-def test_what_fsdp2_cannot_train_is_refused_in_one_line(tiny_run, tmp_path, option, line):
-    with pytest.raises(AssertionError, match=line):
-        train_on_two(tiny_run(**option, batch__micro_batch_size=4), tmp_path / "output", shard)

@@ -76,25 +76,6 @@ def test_micro_batch_is_what_fits_on_every_rank_and_ranks_compile_only_if_all_do
     assert "compile: no, because rank 1 is faster" in said
 
 
-def bf16_is_fast_on_first_rank_only(folder: Path) -> None:
-    import torch
-
-    decisions.fast_product_dtype = lambda device: torch.float32 if on_second_rank() else torch.bfloat16
-
-
-def other_text_on_second_rank(folder: Path) -> None:
-    real = setup.load_corpus
-
-    def load(data: Any) -> Any:
-        if on_second_rank():
-            other = folder / "corpus.txt"  # the same name
-            other.write_text("other words " * 4000)
-            data = data.__class__(**{**vars(data), "files": [str(other)]})
-        return real(data)
-
-    setup.load_corpus = load
-
-
 def other_config_on_second_rank() -> None:
     real = setup.set_up
 
@@ -102,20 +83,6 @@ def other_config_on_second_rank() -> None:
         return real(resolved.resolve("file", optim__learning_rate=0.5) if on_second_rank() else resolved, *others)
 
     loop.set_up = set_up
-
-
-def other_checkpoint_on_second_rank() -> None:
-    """The first rank reads the identity in the newest checkpoint, the second that of another run there."""
-    real = setup.read_identity
-    if on_second_rank():
-        setup.read_identity = lambda checkpoint: real(checkpoint) | {"seed": 1}
-
-
-def test_ranks_with_another_checkpoint_are_told(tiny_run, tmp_path):
-    train_on_two(tiny_run(**SAME), tmp_path / "first")
-    arguments = tiny_run(**SAME | {"train__max_steps": 4}, train__resume="latest")
-    said = said_by_both(arguments, tmp_path / "output", other_checkpoint_on_second_rank)
-    assert_one_line(said, r"the checkpoint: .* on rank 0 \(\S+\), but .* on rank 1 \(\S+\); all ranks must resume from")
 
 
 FAILING = {
@@ -254,16 +221,6 @@ def fail_in_a_folder(rank: str, phase: str, folder: Path) -> None:
 GONE = r": data: the disk of this machine is gone\.$"
 TOLD: dict[str, tuple[dict[str, Any], Callable[[Path], None], str]] = {
     # what happens: (options, what prepares each process, the line on both machines)
-    "another precision": (
-        {"train__mixed_precision": "null"},
-        bf16_is_fast_on_first_rank_only,
-        r"train\.mixed_precision: bf16 on rank 0 \(\S+\), but no on rank 1 \(\S+\); .*state this key",
-    ),
-    "other text": (
-        {},
-        other_text_on_second_rank,
-        r"data: \w+: .* on rank 0 .*, but .* on rank 1 .*same text",
-    ),
     "another config, and one listens late": (
         {},
         first_rank_listens_late,

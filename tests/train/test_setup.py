@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from accelerate import Accelerator
+from accelerate import Accelerator, DistributedType
 from faults import rewrite_manifest
 
 from hfgolf.config.parse import load_config
 from hfgolf.data.batches import Segments, block_starts, part_starts, sample_hash
 from hfgolf.hooks import push, standard_hooks
+from hfgolf.system import ranks
 from hfgolf.system.errors import UserError
 from hfgolf.train import decisions, setup, validation
 from hfgolf.train.feed import blocks_per_epoch, epoch, start_batches
@@ -103,6 +104,55 @@ def test_chunks_of_the_loss_are_as_large_on_all_ranks(build, monkeypatch):
     monkeypatch.setattr(decisions, "chunk_elements", lambda *_: on_this_rank)
     monkeypatch.setattr(decisions, "gather", lambda value: [value, on_another] if value == on_this_rank else [value])
     assert build().raw_model.chunk_elements == on_another
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "line"),
+    [
+        (
+            {},
+            "the checkpoint",
+            r"^the checkpoint: .* on rank 0 \(\S+\), but other on rank 1 \(second\); .* resume from",
+        ),
+        (
+            {"train__mixed_precision": "null"},
+            "train.mixed_precision",
+            r"^train\.mixed_precision: .*; state this key\.$",
+        ),
+        ({}, "data: ", r"^data: \w+: .* on rank 0 .*, but other on rank 1 .*same text"),
+    ],
+)
+def test_ranks_that_read_or_decide_something_else_are_told(build, monkeypatch, options, name, line):
+    """In test_ranks.py, two processes exchange such values."""
+
+    def gather(value: Any) -> list[Any]:
+        if isinstance(value, tuple) and isinstance(value[-1], dict) and (key := next(iter(value[-1]))).startswith(name):
+            return [value, ("second", value[-1] | {key: "other"})]
+        return [value]
+
+    monkeypatch.setattr(ranks, "gather", gather)
+    with pytest.raises(ranks.RankError, match=line):
+        build(**options)
+
+
+@pytest.mark.parametrize(
+    ("option", "line"),
+    [
+        ({"model__architecture": "llama"}, r"^model\.architecture: llama does not train under FSDP2, only golf"),
+        ({"optim__state_dtype": "bf16"}, r"^optim\.state_dtype: under FSDP2, .* it must be fp32"),
+    ],
+)
+def test_what_fsdp2_cannot_train_is_refused_in_one_line(build, monkeypatch, option, line):
+    real = setup._build_accelerator
+
+    def sharding(config: Any) -> Accelerator:
+        accelerator = real(config)
+        accelerator.state.distributed_type = DistributedType.FSDP
+        return accelerator
+
+    monkeypatch.setattr(setup, "_build_accelerator", sharding)
+    with pytest.raises(UserError, match=line):
+        build(**option)
 
 
 def test_a_start_that_fails_leaves_no_folder(build, tmp_path):
