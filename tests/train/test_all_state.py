@@ -76,7 +76,7 @@ def leaves(value: Any, path: str, seen: set[int]) -> Iterator[tuple[str, str]]:
         yield path, f"{value.dtype}{value.shape} {hashlib.sha256(np.ascontiguousarray(value).tobytes()).hexdigest()}"
         return
     inner: dict[str, Any] | None = None
-    if isinstance(value, dict):
+    if isinstance(value, dict) and not type(value).__module__.startswith(FOREIGN):
         inner = {
             f"[{key!r}]" if isinstance(key, str | int | Path | type | None) else f"[#{i}]": each
             for i, (key, each) in enumerate(value.items())
@@ -126,7 +126,12 @@ def everything(frame: types.FrameType) -> dict[str, str]:
         if name.startswith("hfgolf"):
             own = {key: value for key, value in vars(module).items() if not key.startswith("__")}
             classes = {key: value for key, value in own.items() if isinstance(value, type) and value.__module__ == name}
-            own |= {f"{key}.{inner}": value for key, each in classes.items() for inner, value in vars(each).items()}
+            own |= {
+                f"{key}.{inner}": value
+                for key, each in classes.items()
+                for inner, value in vars(each).items()
+                if not inner.startswith("__")  # of pydantic and dataclasses: what a class is
+            }
             held |= {
                 f"{name}.{key}": value
                 for key, value in own.items()
@@ -172,7 +177,7 @@ KINDS = {
     "rounding": {
         "golf__qat_fraction": 0.5,
         "golf__budget_bytes": 22_000,
-        "golf__forecast_every_steps": 8,
+        "golf__forecast_every_steps": 20,
         "golf__calibration_tokens": 512,
         "golf__count": "everything",
     },

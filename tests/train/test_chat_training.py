@@ -16,11 +16,12 @@ import pytest
 import torch
 from faults import train_on_two
 from safetensors.torch import load_file
+from test_resume import run_in_parts
 from tiny_export import exported_weights
 
 from hfgolf.run.metrics import read_metrics, read_rows
 from hfgolf.system.errors import UserError
-from hfgolf.train import feed, loop
+from hfgolf.train import feed
 
 pytestmark = pytest.mark.slow
 
@@ -71,18 +72,7 @@ def test_two_processes_match_one(run, chat_run, tmp_path):
 def test_resumed_run_matches_a_straight_run_bitwise(run, chat_run, monkeypatch):
     options = {"data__num_workers": 1, "data__order": "sequential", "batch__micro_batch_size": 2}
     straight = run(chat_run(run__name="straight", **options))
-    real_step = loop.train_step
-
-    def dying_step(run_: Any, total_steps: float) -> Any:
-        if run_.state.step == 4:
-            raise KeyboardInterrupt
-        return real_step(run_, total_steps)
-
-    monkeypatch.setattr(loop, "train_step", dying_step)
-    with pytest.raises(KeyboardInterrupt):
-        run(chat_run(run__name="broken", **options))
-    monkeypatch.setattr(loop, "train_step", real_step)
-    broken = run(chat_run(run__name="broken", **options, train__resume="auto"))
+    broken = run_in_parts(run, chat_run, (4,), monkeypatch, **options)
     assert compared(broken) == compared(straight)
     weights = [load_file(folder / "model" / "model.safetensors") for folder in (broken, straight)]
     assert all(weights[0][name].equal(weights[1][name]) for name in weights[1])

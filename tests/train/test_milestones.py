@@ -113,7 +113,7 @@ def test_a_run_killed_between_milestones_exports_each_as_a_straight_run_does(run
     options = {"train__milestones": TOKENS, "train__max_steps": 9, "train__save_every_steps": 100}
     straight = run(tiny_run(run__name="straight", **options))
     assert taken(straight) == STEPS
-    broken = run_in_parts(run, tiny_run, (2, 3, 5, 7, 8), monkeypatch, **options)
+    broken = run_in_parts(run, tiny_run, (3, 5, 8), monkeypatch, **options)
     assert taken(broken) == STEPS
     first, second = (contents_of(folder / "milestones") for folder in (straight, broken))
     assert first.keys() == second.keys()

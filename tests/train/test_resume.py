@@ -101,8 +101,8 @@ def saved(folder: Path) -> dict[str, Any]:
         ),
     ],
 )
-def test_run_resumed_twice_matches_a_straight_run_bitwise(run, tiny_run, monkeypatch, fp16_on_cpu, options):
-    """Rows and last checkpoint are bitwise equal after resumes that repeat steps.
+def test_resumed_run_matches_a_straight_run_bitwise(run, tiny_run, monkeypatch, fp16_on_cpu, options):
+    """Rows and last checkpoint are bitwise equal after a resume that repeats a step.
 
     test_all_state.py resumes three times in a row, with averages, loops, segments, rounding, accumulation and dropout.
     """
@@ -115,7 +115,7 @@ def test_run_resumed_twice_matches_a_straight_run_bitwise(run, tiny_run, monkeyp
     if "data__val_fraction" in options:
         assert rows(straight)[-1]["epoch"] > 2
 
-    broken = run_in_parts(run, tiny_run, (3, 7), monkeypatch, **options)
+    broken = run_in_parts(run, tiny_run, (5,), monkeypatch, **options)
     assert len(column(straight, "train_losses")) == 9
     for one, other in zip(rows(broken), rows(straight), strict=True):
         assert_same_bits(*({key: row[key] for key in row.keys() - TIMINGS} for row in (one, other)))
