@@ -6,12 +6,13 @@ import math
 import os
 import random
 import time
+from pathlib import Path
 
 import pytest
 from faults import train_on_two
 
 from hfgolf.config.parse import AUTOPILOT, _say_once, base_for, load_config
-from hfgolf.run.folder import run_folder
+from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import autopilot
 from hfgolf.train.autopilot import Speed
@@ -33,8 +34,12 @@ def text(tmp_path, monkeypatch, reset_accelerate):
     return "my.txt"
 
 
-def saved(name="my"):
-    return run_folder(load_config(["--run.name", name, "--train.max_steps=1"]).config).read_config()
+def folder(name="my"):
+    return RunFolder(Path("runs", name))
+
+
+def first_loss(name):
+    return read_rows(folder(name).metrics)[0]["train_loss"]
 
 
 def test_minutes_choose_what_nobody_states(text, hfgolf):
@@ -44,49 +49,34 @@ def test_minutes_choose_what_nobody_states(text, hfgolf):
     assert "of width 64" in lines["chosen"] and "million" not in lines["chosen"]
     assert "half the time" in lines["instead"] and "width" not in lines["instead"]
     assert lines["instead"].endswith("(bits per byte; the law knows no text so short)")
-    config = saved()
+    config = folder().read_config()
     assert config["model.hidden_size"] == 64 and config["optim.learning_rate"] == 0.015
     assert config["train.max_steps"] is None and config["train.max_minutes"] == 0.03
-    rows = read_rows(run_folder(load_config(["--run.name=my", "--train.max_steps=1"]).config).metrics)
+    rows = read_rows(folder().metrics)
     assert sum(row["val_loss"] is not None for row in rows) < 5  # for ten, two seconds are too few
-    written = (run_folder(load_config(["--run.name=my", "--train.max_steps=1"]).config).config).read_text()
+    written = folder().config.read_text()
     for key in set(AUTOPILOT) - {"model.hidden_size", "optim.learning_rate"}:
         line = next(line for line in written.splitlines() if line.startswith(f"  {key.split('.')[1]}:"))
         assert line.endswith("# auto"), line
 
 
-def test_same_command_again_is_the_same_run(text, hfgolf):
-    command = ("train", text, "--minutes", 0.02, *QUICK)
-    assert hfgolf(*command).status == 0
-    before = saved()
-    again = hfgolf(*command)
-    assert again.status == 0 and "is complete" in again.out + again.err
-    assert saved() == before
-
-
-def test_resumed_run_keeps_what_its_first_start_chose(text, hfgolf, monkeypatch):
+def test_what_the_first_start_chose_stays_in_the_same_command_a_resume_and_the_recorded_config(
+    text, hfgolf, monkeypatch
+):
     command = ["train", text, *QUICK]
     assert hfgolf(*command, "--minutes", 0.02).status == 0
-    before = saved()
+    before, loss = folder().read_config(), first_loss("my")
+    again = hfgolf(*command, "--minutes", 0.02)
+    assert again.status == 0 and "is complete" in again.out + again.err
+    assert folder().read_config() == before
     monkeypatch.setattr(autopilot, "choose", None)  # it must not be asked again
+    assert hfgolf("train", "--config", "runs/my/config.yaml", "--run.name", "again").status == 0
+    assert first_loss("again") == loss
     longer = hfgolf(*command, "--minutes", 0.04, "--train.resume", "latest")
     assert longer.status == 0 and "deciding again" not in longer.out
-    assert saved() == before | {"train.max_minutes": 0.04}
+    assert folder().read_config() == before | {"train.max_minutes": 0.04}
     over = hfgolf(*command, "--minutes", 9, "--train.max_tokens", 64, "--train.resume", "latest")
     assert "nothing is left to train: the run has reached train.max_tokens 64 (command line); state more" in over.out
-
-
-def test_recorded_config_repeats_the_run(text, hfgolf):
-    assert hfgolf("train", text, "--minutes", 0.02, *QUICK).status == 0
-    losses = [first_loss("my")]
-    assert hfgolf("train", "--config", "runs/my/config.yaml", "--run.name", "again").status == 0
-    assert [*losses, first_loss("again")] == losses * 2
-
-
-def first_loss(name):
-    return read_rows(run_folder(load_config(["--run.name", name, "--train.max_steps=1"]).config).metrics)[0][
-        "train_loss"
-    ]
 
 
 def test_heads_that_no_width_has_are_refused_in_one_line(text, hfgolf):
@@ -136,7 +126,7 @@ def test_two_ranks_of_different_speed_choose_alike(text, tmp_path):
     """Each times the same steps: in a step, they exchange Muon's updates."""
     train_on_two([text, "--minutes=0.05", *QUICK], tmp_path / "output", ranks_are_of_different_speed)
     assert "\nchosen " in (tmp_path / "output").read_text()
-    assert saved()["batch.tokens_per_step"] % 128 == 0
+    assert folder().read_config()["batch.tokens_per_step"] % 128 == 0
 
 
 def test_untimed_steps_follow_from_the_nearest_timed_ones():

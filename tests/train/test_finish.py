@@ -23,6 +23,7 @@ from tiny_export import exported_weights
 from hfgolf.checkpoint import contents
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_exported
+from hfgolf.run.folder import RunFolder
 from hfgolf.system.errors import UserError
 from hfgolf.train import finish, loop, validation
 
@@ -127,6 +128,23 @@ def test_nonfinite_weights_are_replaced_by_the_newest_finite_ones(run, tiny_run,
     assert "step-000004 is damaged: model.safetensors does not match its sha256" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("path", "damage", "reason"),
+    [
+        ("summary.json", cut, "summary.json is not readable"),
+        ("summary.json", lambda path: path.write_text("[" * 100_000), "summary.json is not readable"),
+        ("model", shutil.rmtree, "model/config.json is missing"),
+        ("model/model.safetensors", flip_a_bit, "model/model.safetensors does not match its sha256"),
+        ("model/tokenizer.json", empty, "model/tokenizer.json has 0 bytes instead of"),
+    ],
+)
+def test_what_a_complete_run_has_lost_is_found(copied_run, path, damage, reason):
+    folder = copied_run()
+    assert RunFolder(folder).find_damage() is None
+    damage(folder / path)
+    assert str(RunFolder(folder).find_damage()).startswith(reason)
+
+
 @pytest.mark.slow
 def test_run_is_complete_only_with_valid_summary_and_model(run, tiny_run, run_script, reset_accelerate):
     """The same command rebuilds only what is damaged, from the checkpoints."""
@@ -149,13 +167,9 @@ def test_run_is_complete_only_with_valid_summary_and_model(run, tiny_run, run_sc
 
     (folder / "model" / "README.md").write_text("as a push or its owner may edit it")
     assert "is complete" in again()
-    weights = "model.safetensors"
     for path, damage, reason in (
         ("summary.json", cut, "summary.json is not readable"),
-        ("summary.json", lambda path: path.write_text("[" * 100_000), "summary.json is not readable"),
-        ("model", shutil.rmtree, "model/config.json is missing"),
-        (f"model/{weights}", flip_a_bit, f"model/{weights} does not match its sha256"),
-        ("model/tokenizer.json", empty, "model/tokenizer.json has 0 bytes instead of"),
+        ("model/model.safetensors", flip_a_bit, "model/model.safetensors does not match its sha256"),
     ):
         damage(folder / path)
         assert f"{folder}: {reason}" in again()

@@ -162,8 +162,8 @@ def test_every_generator_is_seeded(monkeypatch):
     assert of_gpus == [7]
 
 
-def test_fp32_does_not_use_tf32(run, tiny_run):
-    run(tiny_run(train__max_steps=1))
+def test_fp32_does_not_use_tf32(tiny_run):
+    setup.set_up(load_config(tiny_run()))
     assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
 
 
@@ -287,10 +287,10 @@ def test_broken_compiler_falls_back_with_one_line(run, tiny_run, caplog):
 
 
 @pytest.mark.parametrize(("stated", "level"), [("auto", "INFO"), ("true", "WARNING")])
-def test_a_machine_without_a_compiler_is_told_in_one_line(run, tiny_run, monkeypatch, caplog, stated, level):
+def test_a_machine_without_a_compiler_is_told_in_one_line(tiny_run, monkeypatch, caplog, stated, level):
     monkeypatch.setenv("CXX", "no-such-compiler")
     with caplog.at_level(logging.INFO, "hfgolf"):
-        run(tiny_run(train__max_steps=1, train__compile=stated))
+        setup.set_up(load_config(tiny_run(train__compile=stated)))
     (record,) = [record for record in caplog.records if record.getMessage().startswith("compile: ")]
     assert record.levelname == level
     assert record.getMessage().endswith(
@@ -447,13 +447,13 @@ def test_tensors_of_small_models_use_large_pages():
     ("dropout", "words"),
     [(0.0, "sdpa, SDPA's flash kernel, q, k and v in "), (0.1, "sdpa, SDPA's math kernel, q, k and v in ")],
 )
-def test_log_says_how_attention_is_computed(run, tiny_run, caplog, dropout, words):
+def test_log_says_how_attention_is_computed(tiny_run, caplog, dropout, words):
     with caplog.at_level(logging.DEBUG, "hfgolf"):
-        run(tiny_run(model__attention_dropout=dropout, train__max_steps=1))
+        setup.set_up(load_config(tiny_run(model__attention_dropout=dropout)))
     assert f"attention: {words}torch.float32" in caplog.messages
 
 
-def test_fp32_cast_inside_attention_is_reported_under_bf16(run, tiny_run, monkeypatch, caplog):
+def test_fp32_cast_inside_attention_is_reported_under_bf16(tiny_run, monkeypatch, caplog):
     """Although q, k and v come from autocast in bf16."""
 
     def in_fp32(query, key, value, *arguments):
@@ -463,5 +463,5 @@ def test_fp32_cast_inside_attention_is_reported_under_bf16(run, tiny_run, monkey
     real = causal_blocks.causal_blocks
     monkeypatch.setattr(causal_blocks, "causal_blocks", in_fp32)
     with caplog.at_level(logging.DEBUG, "hfgolf"):
-        run(tiny_run(train__mixed_precision="bf16", train__max_steps=1))
+        setup.set_up(load_config(tiny_run(train__mixed_precision="bf16")))
     assert "attention: causal_blocks, q, k and v in torch.float32" in caplog.messages

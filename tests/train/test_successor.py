@@ -57,21 +57,24 @@ def test_another_model_learns_from_the_first_ones_once(run, tiny_run, caplog, mo
     assert again["run"] == "tiny-taught" and (last / "summary.json").stat().st_mtime_ns == ended_at
 
 
-def test_nothing_follows_what_the_autopilot_did_not_end_early(run, tiny_run, monkeypatch):
+def test_nothing_follows_what_the_autopilot_did_not_end_early_and_what_follows_resumes_as_the_first(
+    run, tiny_run, monkeypatch
+):
     arguments = tiny_run(**USED_UP)
-    run(arguments)
-    assert teachers_in_time(chosen(arguments)) == 2
+    first = RunFolder(run(arguments))
+    said = chosen(arguments)
+    for resume in (None, "auto", "latest"):
+        follows = taught(ResolvedConfig(said.config.replace(train__resume=resume), said.sources), [first])
+        assert follows.config.train.resume == (resume and "auto")
+    assert teachers_in_time(said) == 2
     assert teachers_in_time(chosen(arguments, "command line")) == 0
     assert teachers_in_time(chosen(tiny_run(**USED_UP | {"train__max_minutes": 0.001}))) == 0, "no time left"
-    assert api.train_once(chosen(arguments), [Hook()])["run"] == "tiny", "a hook is of one run"
+    assert api.train_once(said, [Hook()])["run"] == "tiny", "a hook is of one run"
     monkeypatch.setattr(api, "changed_text", lambda folder, config: ["a file"])
-    assert api.train_once(chosen(arguments))["run"] == "tiny", "nobody teaches another text"
-
-
-def test_nothing_follows_a_training_that_took_all_of_its_minutes(run, tiny_run):
-    arguments = tiny_run(train__max_minutes=5)
-    run(arguments)
-    assert teachers_in_time(chosen(arguments)) == 0
+    assert api.train_once(said)["run"] == "tiny", "nobody teaches another text"
+    config = first.config.read_text()
+    first.config.write_text(config.replace("max_tokens: 1536", "max_tokens: null"))
+    assert config != first.config.read_text() and teachers_in_time(said) == 0, "it took all of its minutes"
 
 
 def test_only_the_first_run_of_a_command_begins_with_the_process(tiny_run):
@@ -85,12 +88,3 @@ def test_only_the_first_run_of_a_command_begins_with_the_process(tiny_run):
                 assert signals.stop_message == BEFORE_THE_FIRST_STEP
     assert seconds[1] < 1 < seconds[0]
     assert not run_folder(config).summary.exists()
-
-
-@pytest.mark.parametrize("resume", [None, "auto", "latest"])
-def test_it_resumes_if_the_first_one_may(run, tiny_run, resume):
-    arguments = tiny_run(**USED_UP)
-    first = RunFolder(run(arguments))
-    said = chosen(arguments)
-    follows = taught(ResolvedConfig(said.config.replace(train__resume=resume), said.sources), [first])
-    assert follows.config.train.resume == (resume and "auto")
