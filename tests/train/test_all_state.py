@@ -177,7 +177,7 @@ KINDS = {
     "rounding": {
         "golf__qat_fraction": 0.5,
         "golf__budget_bytes": 22_000,
-        "golf__forecast_every_steps": 20,
+        "golf__forecast_every_steps": 8,
         "golf__calibration_tokens": 512,
         "golf__count": "everything",
     },

@@ -47,7 +47,7 @@ def test_minutes_choose_what_nobody_states(text, hfgolf):
     assert said.status == 0, said.err
     lines = {line.partition(" ")[0]: line for line in (said.out + said.err).splitlines()}
     assert "of width 64" in lines["chosen"] and "million" not in lines["chosen"]
-    assert "half the time" in lines["instead"] and "width" not in lines["instead"]
+    assert "twice the time" in lines["instead"] and "width" not in lines["instead"]
     assert lines["instead"].endswith("(bits per byte; the law knows no text so short)")
     config = folder().read_config()
     assert config["model.hidden_size"] == 64 and config["optim.learning_rate"] == 0.015

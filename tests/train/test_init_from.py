@@ -291,8 +291,8 @@ def test_the_first_loss_is_that_of_the_native_model(build, exported, caplog, nam
     assert evaluate(run).loss == pytest.approx(expected.loss, rel=1e-6)
 
 
-def test_a_native_model_that_was_trained_since_starts_as_what_it_is_now(run, tiny_run, from_weights):
-    weights = run(tiny_run(train__max_steps=1)) / "model"
+def test_a_native_model_that_was_trained_since_starts_as_what_it_is_now(run, copied_run, from_weights):
+    weights = copied_run(train__max_steps=1) / "model"
     tensors = load_file(weights / "model.safetensors")
     tensors["model.embed_tokens.weight"] += 0.01
     save_file(tensors, weights / "model.safetensors", {"format": "pt"})

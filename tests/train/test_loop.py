@@ -382,9 +382,9 @@ def test_finished_run_is_not_overwritten_by_another_config(run, copied_run, tiny
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
 
 
-def test_missing_new_key_counts_as_its_default(run, tiny_run):
+def test_missing_new_key_counts_as_its_default(run, tiny_run, copied_run):
     """Removes two keys, one of them a tuple, from the config of a complete run."""
-    folder = run(tiny_run(train__max_steps=3))
+    folder = copied_run(train__max_steps=3)
     lines = (folder / "config.yaml").read_text().splitlines()
     kept = [line for line in lines if not line.strip().startswith(("attention_dropout:", "betas:"))]
     assert len(kept) == len(lines) - 2
