@@ -52,8 +52,10 @@ def main() -> Answer:
     if (arguments.tokens is None) != (arguments.bytes is None) or (arguments.runs and arguments.tokens):
         parser.error("--tokens and --bytes go together, with --scores; runs say how much text was scored")
 
-    def scores(paths: list[Path] | None, numbers: list[float]) -> list[Score]:
-        return read_scores(paths) if paths else [Score(f"seed {n}", bits) for n, bits in enumerate(numbers, start=1)]
+    def scores(option: str, paths: list[Path] | None, numbers: list[float]) -> list[Score]:
+        if paths:
+            return read_scores(option, paths)
+        return [Score(f"seed {n}", bits) for n, bits in enumerate(numbers, start=1)]
 
     left_out = {}
     for text in arguments.leave_out:
@@ -62,8 +64,8 @@ def main() -> Answer:
             raise UserError(f"--leave_out: {text!r} has no reason; write it as RUN=REASON.")
         left_out[name] = reason
     figures = judge(
-        scores(arguments.runs, arguments.scores),
-        scores(arguments.reference_runs, arguments.reference_scores or [arguments.reference]),
+        scores("--runs", arguments.runs, arguments.scores),
+        scores("--reference_runs", arguments.reference_runs, arguments.reference_scores or [arguments.reference]),
         margin_nats=arguments.margin_nats,
         significance=arguments.significance,
         tokens_per_byte=arguments.tokens / arguments.bytes if arguments.tokens else None,
@@ -217,8 +219,10 @@ def _table(figures: Mapping[str, Any]) -> str:
     return "\n".join([*lines, verdict])
 
 
-def read_scores(paths: Sequence[Path]) -> list[Score]:
+def read_scores(option: str, paths: Sequence[Path]) -> list[Score]:
     """Read the scores of runs of one configuration, one per seed, each from a run's folder or from a JSON file.
+
+    option: what named them, for messages.
 
     The score of a run is that of its golf export (RUN/golf), if it has one; otherwise that of its model. A JSON file is
     what score.py or `hfgolf evaluate --json` printed.
@@ -229,20 +233,23 @@ def read_scores(paths: Sequence[Path]) -> list[Score]:
     from hfgolf.compare.outcome import group_by_arm, read_outcome  # late: it imports torch
 
     if len({path.resolve() for path in paths}) < len(paths):
-        raise UserError("--runs: a run is named twice; each seed counts once.")
+        raise UserError(f"{option}: a run is named twice; each seed counts once.")
     outcomes = {path: read_outcome(RunFolder(path)) for path in paths if path.is_dir()}
     arms = group_by_arm(list(outcomes.values()))
     if len(arms) > 1:
-        raise UserError(f"--runs: {', '.join(arms)} differ in more than the seed; they are not one submission.")
+        raise UserError(f"{option}: {', '.join(arms)} differ in more than the seed; they are not one submission.")
     missing = [path for path in outcomes if not (path / "golf" / "ledger.json").is_file()]
     if missing and len(missing) < len(outcomes):
         raise UserError(
-            f"--runs: {missing[0]} has no golf export, others have; run `hfgolf golf export` for all, or for none."
+            f"{option}: {missing[0]} has no golf export, others have; run `hfgolf golf export` for all, or for none."
         )
-    return [_run_score(path, outcomes[path], not missing) if path in outcomes else _file_score(path) for path in paths]
+    return [
+        _run_score(option, path, outcomes[path], not missing) if path in outcomes else _file_score(option, path)
+        for path in paths
+    ]
 
 
-def _run_score(path: Path, outcome: Any, is_exported: bool) -> Score:
+def _run_score(option: str, path: Path, outcome: Any, is_exported: bool) -> Score:
     name, summary = f"{path.name} (seed {outcome.seed})", outcome.summary
     seconds = summary.get("train_seconds")
     if not is_exported:
@@ -252,13 +259,13 @@ def _run_score(path: Path, outcome: Any, is_exported: bool) -> Score:
         after, problems, counted = figures["after"], figures["problems"], figures["totals"][figures["count"]]
         score = Score(name, after["bpb"], after["tokens"], after["bytes"], counted, seconds)
     except (KeyError, TypeError):
-        raise UserError(f"--runs: {path}/golf/ledger.json is damaged; run `hfgolf golf export` again.") from None
+        raise UserError(f"{option}: {path}/golf/ledger.json is damaged; run `hfgolf golf export` again.") from None
     if problems:
-        raise UserError(f"--runs: the export of {path} does not count: {problems[0]}")
+        raise UserError(f"{option}: the export of {path} does not count: {problems[0]}")
     return score
 
 
-def _file_score(path: Path) -> Score:
+def _file_score(option: str, path: Path) -> Score:
     figures = read_json(path)
     pairs = (("bpb", "bits_per_byte"), ("tokens", "num_tokens"), ("bytes", "num_bytes"))
     try:
@@ -266,6 +273,6 @@ def _file_score(path: Path) -> Score:
         return Score(path.stem, float(bits), int(num_tokens), int(num_bytes))
     except (KeyError, ValueError, TypeError):
         raise UserError(
-            f"--runs: {path} is neither the folder of a run nor a JSON file with bits_per_byte, num_tokens and"
+            f"{option}: {path} is neither the folder of a run nor a JSON file with bits_per_byte, num_tokens and"
             " num_bytes."
         ) from None

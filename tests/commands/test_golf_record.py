@@ -215,6 +215,8 @@ def test_invalid_submission_is_one_line(run_folder, record, tmp_path):
     ]
     for arguments, says in [((*arguments, "--reference", 1.6), says) for arguments, says in bad] + [
         ((*two, "--reference_runs", other_text), "scored on another text"),
+        ((*two, "--reference_runs", first, first), "error: --reference_runs: a run is named twice"),
+        ((*two, "--reference_runs", tmp_path / "bad.json"), "error: --reference_runs: "),
         (two, "is required"),
     ]:
         status, printed, error = record(*arguments)
