@@ -58,6 +58,7 @@ Tensor = Quantized | NDArray[np.floating]
 
 INTEGERS_PER_LANE = 2**16
 """A lane costs 4 bytes, and a lane's integers are coded one after the other: 64 lanes code 4 M integers in a second."""
+MAX_LANES = 2**14  # their number is stored in 16 bits, with sign
 
 Table = tuple[int, NDArray[np.integer]]
 """The lowest symbol, and the frequencies from it on, which sum to 2**14; empty if the context is not used."""
@@ -294,10 +295,10 @@ class Encoder:
         self.raw.append(raw)
 
     def encode(self, num_lanes: int | None = None) -> Coded:
-        """Return the code. num_lanes: None: one for every 2**16 integers, to the next power of two."""
+        """Return the code. num_lanes: None: one for every 2**16 integers, to the next power of two, 2**14 at most."""
         total = sum(len(symbols) for _, symbols in self.chunks)
         if num_lanes is None:
-            num_lanes = 1 << max(0, (total // INTEGERS_PER_LANE)).bit_length()
+            num_lanes = min(MAX_LANES, 1 << (total // INTEGERS_PER_LANE).bit_length())
         tables = self._tables()
         # by context: what to add to a symbol, for its place among the symbols of all tables
         ends = np.cumsum([len(frequencies) for _, frequencies in tables])

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from hfgolf.golf import artifact
 from hfgolf.golf.artifact import Encoder, frequencies_of
-from hfgolf.golf.decoder import Decoder
-from hfgolf.golf.grid import entropy_bits
+from hfgolf.golf.decoder import Decoder, read_tensors
+from hfgolf.golf.grid import Quantized, entropy_bits
 
 RANDOM = np.random.default_rng(0)
 
@@ -88,11 +89,19 @@ def test_textbook_decoder_reads_a_single_lane():
     ],
     ids=["empty", "one", "constant", "extremes", "all of int32"],
 )
-@pytest.mark.parametrize("num_lanes", [1, 8, 256])
+@pytest.mark.parametrize("num_lanes", [1, 256])
 def test_extreme_integers_survive_a_round_trip(integers, num_lanes):
     coded = round_trip([(0, integers)], num_lanes=num_lanes)
     if len(np.unique(integers)) < 2:
         assert len(coded.stream) == 4 * num_lanes, "what is constant costs nothing"
+
+
+def test_any_number_of_integers_has_a_number_of_lanes_that_can_be_stored(monkeypatch):
+    monkeypatch.setattr(artifact, "INTEGERS_PER_LANE", 1)
+    integers = np.zeros((200, 200), np.int32)
+    data = artifact.encode(b"{}", {"a": Quantized(integers, np.zeros(200, np.uint8))}).data
+    (found,) = read_tensors(data, [integers.shape])
+    np.testing.assert_array_equal(found.integers, integers)
 
 
 def test_the_bits_of_the_chunks_are_those_of_the_code():
@@ -119,17 +128,6 @@ def test_random_chunks_in_random_contexts_survive_a_round_trip(seed):
         integers = np.rint(random.standard_cauchy(len(contexts)) * scales[contexts])
         chunks.append((contexts, integers.clip(-(2**31), 2**31 - 1).astype(np.int64)))
     round_trip(chunks, num_contexts, num_lanes=int(2 ** random.integers(0, 9)))
-
-
-def test_contexts_reach_the_entropy_of_each():
-    """Two scales, told apart by the context, take the entropy of each; without it, that of their mixture."""
-    contexts = RANDOM.integers(0, 2, 10**5)
-    integers = np.rint(RANDOM.normal(0, 1, 10**5) * np.array([0.5, 8])[contexts]).astype(np.int32)
-    told, untold = round_trip([(contexts, integers)], 2, num_lanes=8), round_trip([(0, integers)], num_lanes=8)
-    parts = [integers[contexts == context] for context in (0, 1)]
-    entropy_bytes = sum(entropy_bits(part) * len(part) for part in parts) / 8
-    assert len(told.stream) == pytest.approx(entropy_bytes, rel=0.002)
-    assert len(told.stream) < 0.9 * len(untold.stream)
 
 
 @pytest.mark.parametrize("seed", range(10))
