@@ -220,4 +220,6 @@ def _mean_loss(model: nn.Module, batches: Iterable[Any]) -> float:
         for batch in batches:
             loss, count, _ = summed_loss(model, batch)
             nats, num_targets = nats + loss.item(), num_targets + count
+    if not num_targets:
+        raise UserError("batches: no token in them is a target; give batches of more than one token each.")
     return nats / num_targets
