@@ -89,7 +89,7 @@ def forecast(
         """Round to a size; return log2 of D, the real size, and log2 of the predicted price in nats per token."""
         plan, feedback = plan_steps(weights, curvature, num_bytes, golf.method, golf.allocation)
         scale = scale_for_bytes(plan, num_bytes)
-        tensors = rounded(weights, plan, scale, feedback, {})
+        tensors = rounded(weights, plan, scale, feedback)
         price = sum(curvature[name].loss_increase(one.dequantized() - weights[name]) for name, one in tensors.items())
         return math.log2(scale), size_of(tensors), math.log2(max(price, 1e-300))
 

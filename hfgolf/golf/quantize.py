@@ -231,22 +231,12 @@ def rounded(
     plan: Allocation,
     scale: float,
     feedback: Mapping[str, Feedback] | None,
-    before: Mapping[str, Quantized],
 ) -> dict[str, Quantized]:
-    """Return all matrices rounded at D = scale. before: the same at another D; rows with the same step are kept."""
+    """Return all matrices rounded at D = scale. plan, feedback: from plan_steps."""
 
     def one(name: str) -> Quantized:
-        weight, row_codes, column_codes = weights[name], plan[name].row_codes(scale), plan[name].column_codes
-        if feedback is None:
-            return round_nearest(weight, row_codes, column_codes)
-        is_new = row_codes != before[name].row_codes if name in before else np.ones(len(weight), dtype=bool)
-        if not is_new.any():
-            return before[name]
-        if feedback[name].rows is not None or is_new.all():
-            return round_with_feedback(weight, row_codes, column_codes, feedback[name])
-        integers = before[name].integers.copy()
-        integers[is_new] = round_with_feedback(weight[is_new], row_codes[is_new], column_codes, feedback[name]).integers
-        return Quantized(integers, row_codes, column_codes)
+        grid = weights[name], plan[name].row_codes(scale), plan[name].column_codes
+        return round_nearest(*grid) if feedback is None else round_with_feedback(*grid, feedback[name])
 
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy lets go of the GIL
         return dict(zip(weights, pool.map(one, weights), strict=True))
@@ -322,11 +312,10 @@ def quantize_model(
     plan, feedback = plan_steps(weights, curvature, budget_bytes - overhead_bytes, method, allocation, column_steps)
     finest, coarsest = scale_range(plan)
     codings: list[tuple[float, int]] = []
-    tensors: dict[str, Quantized] = {}
     best: QuantizedModel | None = None
     for coding in range(_MAX_CODINGS):
         scale = _next_scale(plan, codings, budget_bytes, overhead_bytes)
-        tensors = rounded(weights, plan, scale, feedback, tensors)
+        tensors = rounded(weights, plan, scale, feedback)
         size = overhead_bytes + size_of(tensors)
         codings.append((scale, size))
         progress(f"coding {coding + 1}: D {scale:.4g}, {size:,} bytes")

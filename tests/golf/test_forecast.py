@@ -20,8 +20,7 @@ def size_of(tensors):
     return 100 + round(sum(entropy_bits(one.integers) * one.integers.size / 8 for one in tensors.values()))
 
 
-@pytest.mark.parametrize("method", ["gptq", "nearest"])
-@pytest.mark.parametrize("allocation", ["curvature", "sdclip"])
+@pytest.mark.parametrize(("method", "allocation"), [("gptq", "curvature"), ("nearest", "sdclip")])
 def test_export_takes_the_forecast_bytes_at_the_forecast_loss(model_and_curvature, method, allocation):
     model, curvature = model_and_curvature
     weights, options = matrices(model), {"method": method, "allocation": allocation}
