@@ -56,17 +56,22 @@ def main() -> Answer:
     output = arguments.output or arguments.run / "golf"
     if output.exists() and not (output / "certificate.json").is_file():
         raise UserError(f"--output: {output} exists and no export wrote it; name a new folder.")
-    for path in arguments.code_files:
-        if not path.is_file() or path.name in ("score.py", "unpack.py", "artifact.bin"):
-            raise UserError(f"--code_files: {path} is not a file, or has the name of one that the export writes.")
     check_output("--output", output.parent)
 
     from hfgolf.golf.export import Settings, export
+    from hfgolf.golf.ledger import OWN_NAMES
     from hfgolf.golf.source import model_source, run_source
     from hfgolf.system.signals import Signals
     from hfgolf.train.console import quiet_libraries
 
     quiet_libraries()
+    taken = set(OWN_NAMES)  # the files are side by side in the folder, and the ledger knows them by their names
+    for path in arguments.code_files:
+        if not path.is_file() or path.name in taken or path.name.startswith("."):
+            raise UserError(
+                f"--code_files: {path} is not a file, is hidden, or has the name of another file of the export."
+            )
+        taken.add(path.name)
     with Signals("before the end; nothing was written"), tempfile.TemporaryDirectory() as cache:
         if arguments.run:
             found = run_source(arguments.run)

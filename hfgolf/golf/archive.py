@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hfgolf.data.tokenizer import build_encoder, document_start, entry_spellings
 from hfgolf.golf.exact import TOTAL_BITS, Exact, Window, cumulated, load_exact, spans
-from hfgolf.golf.ledger import ARTIFACT, config_of, read_tokenizer, run_alone
+from hfgolf.golf.ledger import ARTIFACT, UNPACK, config_of, read_tokenizer, run_alone
 from hfgolf.golf.program import evaluate, load_model
 from hfgolf.golf.restore import STATE_BITS, TOKENS_PER_PART
 from hfgolf.golf.script import packed_restore, smallest_lzma
@@ -155,7 +155,7 @@ def unarchive(path: Path, output: Path) -> int:
         program = packed_restore(config_of(sections[0]))
         if data != _assembled(program, sections, start, num_tokens, lanes, sha256):
             raise ValueError("its program is another one")
-    except (OSError, ValueError, TypeError, LookupError, RecursionError, zipfile.BadZipFile) as error:
+    except Exception as error:  # what is no archive raises anything
         raise UserError(
             f"{path} is not an archive that this version of hfgolf writes ({one_line(error)}), so it was not run; read"
             " it, and run it with Python yourself if you trust it."
@@ -217,10 +217,13 @@ def _bits(network: GolfNetwork, streams: Sequence[np.ndarray]) -> float:
 
 
 def _read_export(folder: Path) -> tuple[bytes, GolfConfig, GolfNetwork, PreTrainedTokenizerFast]:
+    if (folder / UNPACK).is_file():
+        raise UserError(f"{folder}: its model is of another architecture; only Golf models can be archived.")
     try:
         artifact = (folder / ARTIFACT).read_bytes()
         config = config_of(artifact)
-        tokenizer = read_tokenizer(folder)
+        network = load_model(artifact, config.to_dict())[1]
+        tokenizer = read_tokenizer(folder, config)
     except Exception as error:  # tokenizers raises plain Exceptions
         raise UserError(
             f"{folder} is not a folder that `hfgolf golf export` wrote, or is damaged ({one_line(error)[:200]})."
@@ -231,7 +234,7 @@ def _read_export(folder: Path) -> tuple[bytes, GolfConfig, GolfNetwork, PreTrain
                 f"{folder}: model.{name} {value} cannot be archived; it has no form that is equal on all machines."
                 f" Allowed: {', '.join(allowed)}."
             )
-    return artifact, config, load_model(artifact, config.to_dict())[1], tokenizer
+    return artifact, config, network, tokenizer
 
 
 def _read_text(path: Path) -> bytes:

@@ -33,6 +33,8 @@ from hfgolf.golf.ledger import (
     COUNTS,
     EVALUATION,
     LEDGER,
+    MODEL,
+    TABLE,
     TOKEN_BYTES,
     TOKENS,
     budget_problem,
@@ -46,7 +48,6 @@ from hfgolf.golf.quantize import QuantizedModel, matrices, require_room, stored
 from hfgolf.golf.source import Source
 from hfgolf.golf.table import table, table_data
 from hfgolf.golf.unpack import state_sha256
-from hfgolf.model.layers_golf import GolfNetwork
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import with_golf_size
@@ -96,7 +97,11 @@ def export(
         partial = folder.with_name(f".partial-{folder.name}")
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
-        exported = _export(source, settings, folder, partial, progress)
+        try:
+            exported = _export(source, settings, folder, partial, progress)
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
         replace_folder(partial, folder)
     return exported
 
@@ -118,9 +123,9 @@ def _export(
         yield
         seconds[step] = time.perf_counter() - begun_at
 
-    def score(one: nn.Module) -> dict[str, Any]:
+    def score() -> dict[str, Any]:
         try:
-            return evaluate(one, shape, tokens, token_bytes, *windows)
+            return evaluate(network, shape, tokens, token_bytes, *windows)
         except ValueError as error:
             raise UserError(f"--adapt_rate: {error}.") from None
 
@@ -145,13 +150,10 @@ def _export(
         coding = StateCoding(model)
         weights, encode = coding.weights, coding.encode
     require_room(weights, size_of=lambda on_grids: len(encode(on_grids).data), **budget)
-    network: nn.Module = _Logits(model) if coding else GolfNetwork(model.config).eval()
-    before = None
+    network, before = _Logits(model), None
     if not settings.skip_before:
         with timed("score before"):
-            if coding is None:  # a tied head is not among the tensors of score.py
-                network.load_state_dict(model.state_dict(), strict=False)
-            before = score(network)
+            before = score()
     with timed("curvature"):
         curvature = curvature_of(source, golf.calibration_tokens)
     with timed("rounding and coding"):
@@ -159,19 +161,18 @@ def _export(
         quantized, encoded = fill(weights, curvature, encode, progress=say, **options, **budget)
     write_bytes(partial / ARTIFACT, encoded.data)
     with timed("score of the files"):
-        decoded: nn.Module = network
         if coding:
             state = unpacked(partial)
-            model.load_state_dict(state)
             sha256 = state_sha256(state)
-            after = score(network) | {"sha256": sha256}
+            model.load_state_dict(state)
+            after = score() | {"sha256": sha256}
         else:
             _, decoded, sha256 = load_model(encoded.data, model.config.to_dict())
             state = decoded.state_dict()
-            model.load_state_dict(state, strict=False)
+            model.load_state_dict(state, strict=False)  # a tied head is not among the tensors of score.py
             after = rescore(partial, *windows)
         # of the model as anybody loads it
-        plain = after if windows == (*EVALUATION.values(),) else evaluate(decoded, shape, tokens, token_bytes)
+        plain = after if windows == (*EVALUATION.values(),) else evaluate(network, shape, tokens, token_bytes)
     found = {name: stored(coding.layers[name] if coding else None, state[name]) for name in quantized.tensors}
     ledger = read_ledger({partial / ARTIFACT: COUNTS} | files, golf.count, golf.budget_bytes or 0)
     expected = {"tokens": plan.num_scored, "bytes": certificate.facts["scored_bytes"], "sha256": sha256}
@@ -181,15 +182,15 @@ def _export(
     ledger |= {"settings": golf.model_dump() | {"column_steps": settings.column_steps}}
     ledger |= {"D": quantized.scale, "sdclip_k": quantized.sdclip_k, "seconds": seconds, "problems": problems}
     data = table_data(table(weights, quantized.tensors, curvature, encoded.tensors)) | {"parts": encoded.parts}
-    for name, content in ((LEDGER, ledger), ("table.json", data)):
+    for name, content in ((LEDGER, ledger), (TABLE, data)):
         write_text(partial / name, json.dumps(content, indent=1) + "\n")
     if coding and (kept := coding.kept(quantized.tensors, encoded)):
         said = ", ".join(f"{name} ({num_bytes:,} bytes)" for name, num_bytes in kept.items())
         quantized.findings.append(f"Kept at 8 significant bits, because what it does could not be seen: {said}.")
     loss = plain["nats"] / plain["tokens"]
     figures = {"val_loss": loss, "val_perplexity": math.exp(min(loss, 700.0)), "val_bits_per_byte": plain["bpb"]}
-    figures |= {"val_tokens": plain["tokens"], "val_bytes": plain["bytes"], "model": str(folder / "model")}
-    export_model(model, source.tokenizer, partial / "model", with_golf_size(source.card(figures), ledger))
+    figures |= {"val_tokens": plain["tokens"], "val_bytes": plain["bytes"], "model": str(folder / MODEL)}
+    export_model(model, source.tokenizer, partial / MODEL, with_golf_size(source.card(figures), ledger))
     return Exported(folder, certificate, quantized, data, ledger, problems)
 
 
@@ -220,7 +221,7 @@ def _write_files(
 
 
 class _Logits(nn.Module):
-    """A model of another architecture, called as GolfNetwork is."""
+    """A model called as GolfNetwork is."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()

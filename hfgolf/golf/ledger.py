@@ -42,13 +42,15 @@ COUNTS = ("challenge", "everything")
 ARTIFACT, SCRIPT, UNPACK = "artifact.bin", "score.py", "unpack.py"
 TOKENS, TOKEN_BYTES = "tokens.bin", "bytes.bin"
 TOKENIZER, CONFIG = "tokenizer.json.xz", "config.yaml.xz"
-LEDGER, CERTIFICATE = "ledger.json", "certificate.json"
+LEDGER, CERTIFICATE, TABLE, MODEL = "ledger.json", "certificate.json", "table.json", "model"
 _COUNTED_BY: dict[str, tuple[str, ...]] = {
     **{ARTIFACT: COUNTS, SCRIPT: COUNTS, TOKENIZER: COUNTS[1:], CONFIG: COUNTS[1:]},
     **{TOKENS: (), TOKEN_BYTES: (), UNPACK: COUNTS},
 }
 _RELATIVE_TOLERANCE = 1e-6  # of nats: another machine, or another number of threads, adds in another order
 _ADAPTED_TOLERANCE = 1e-4  # each step of test-time training magnifies that
+OWN_NAMES = {*_COUNTED_BY, LEDGER, CERTIFICATE, TABLE, MODEL}
+"""What an export writes: no other file that counts may have one of these names."""
 EVALUATION = {"evaluation": "flat", "stride": None, "adapt_rate": 0.0}
 """{setting of the golf section: its default, also in ledgers that do not have it}."""
 
@@ -270,9 +272,10 @@ def _text_problem(folder: Path, files: Sequence[str]) -> str | None:
     """Return how tokens, their bytes and the certificate differ from raw files; without these, from each other."""
     certificate = read_json(folder / CERTIFICATE)
     try:
-        tokenizer = read_tokenizer(folder)
+        config = config_of((folder / ARTIFACT).read_bytes())
+        tokenizer = read_tokenizer(folder, config)
         backend = tokenizer.backend_tokenizer
-        tokens = np.fromfile(folder / TOKENS, "<u2" if len(tokenizer) <= 2**16 else "<u4")
+        tokens = np.fromfile(folder / TOKENS, "<u2" if config.vocab_size <= 2**16 else "<u4")
         token_bytes = np.fromfile(folder / TOKEN_BYTES, "<u2")
         spelled = entry_bytes(tokenizer)[tokens]
     except Exception as error:  # tokenizers raises plain Exceptions
@@ -291,15 +294,15 @@ def _text_problem(folder: Path, files: Sequence[str]) -> str | None:
         "num_tokens": len(tokens),
         "num_bytes": int(token_bytes.sum(dtype=np.int64)),
         "tokenizer_sha256": tokenizer_sha256(tokenizer),
-        "sha256": certificate.get("sha256") if adds_a_space(tokenizer) else text.hexdigest(),
+        "sha256": str(certificate.get("sha256")) if adds_a_space(tokenizer) else text.hexdigest(),
     }
     wrong = [name for name, value in expected.items() if certificate.get(name) != value]
     return f"{folder / CERTIFICATE} is of another text: {', '.join(wrong)} differ." if wrong else None
 
 
-def read_tokenizer(folder: Path) -> PreTrainedTokenizerFast:
-    """Return the tokenizer of an exported folder. Raises whatever a damaged file leads to."""
-    eos = read_config((folder / ARTIFACT).read_bytes()).get("eos_token_id", GolfConfig.eos_token_id or 0)
+def read_tokenizer(folder: Path, config: GolfConfig) -> PreTrainedTokenizerFast:
+    """Return the tokenizer of an exported folder, whose model has a config. Raises whatever a damaged file leads to."""
+    eos: Any = config.eos_token_id or 0
     backend = unpack_tokenizer((folder / TOKENIZER).read_bytes())
     return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=str(backend.id_to_token(eos)))
 

@@ -25,6 +25,7 @@ from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_metrics
 from hfgolf.run.record import read_json, read_summary
 from hfgolf.system.errors import UserError
+from hfgolf.system.wording import count_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -145,6 +146,12 @@ def model_source(name: str, files: list[str], calibration_files: list[str], text
         )
     except UserError as error:
         raise UserError(str(error).replace("--train_files", "--calibration_files")) from None
+    length = evaluation_length(model, None)
+    if len(tokens.train) <= length:
+        raise UserError(
+            f"--calibration_files: they have {count_of(len(tokens.train), 'token')}, but a sequence of this model takes"
+            f" {length:,} and the one after; name more text."
+        )
     readme = Path(name) / "README.md"
     card = readme.read_text(encoding="utf-8") if readme.is_file() else f"# {Path(name).name}\n"
     return Source(
@@ -152,7 +159,7 @@ def model_source(name: str, files: list[str], calibration_files: list[str], text
         tokens.tokenizer,
         corpus,
         tokens,
-        sequence_length=evaluation_length(model, None),
+        sequence_length=length,
         seed=0,
         blocks_read=0,
         is_training_known=True,

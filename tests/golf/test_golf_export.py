@@ -7,8 +7,6 @@ import json
 import lzma
 import re
 import shutil
-import subprocess
-import sys
 import zlib
 
 import numpy as np
@@ -45,10 +43,10 @@ def trained(tmp_path_factory, tiny_run_in):
 
 @pytest.fixture(scope="module")
 def exported(trained):
-    """Return a folder with an export, made on the command line."""
-    command = [sys.executable, "-m", "hfgolf", "golf", "export", "--run", trained, "--budget_bytes", str(BUDGET)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    """Return a folder with an export."""
+    source = run_source(trained)
+    settings = Settings(source.golf.replace(budget_bytes=BUDGET))
+    assert export(source, settings, trained / "golf").problems == []
     return trained / "golf"
 
 
@@ -201,14 +199,6 @@ def test_training_text_that_is_not_all_of_it_is_not_searched_for_duplicates(copi
     assert not run_source(copied).is_training_known
 
 
-def test_golf_score_reproduces_the_score(exported, run_script):
-    said = run_script("golf_score.py", exported, "--json")
-    assert said.status == 0, said.err
-    figures = json.loads(said.out)
-    ledger = json.loads((exported / "ledger.json").read_text())
-    assert figures["bpb"] == pytest.approx(ledger["after"]["bpb"], rel=1e-9) and figures["problems"] == []
-
-
 def forge(folder, name, content):
     """Replace a file of an export, and its entry of the ledger."""
     (folder / name).write_bytes(content)
@@ -328,13 +318,15 @@ def test_golf_score_believes_nothing_of_a_folder(exported, run_script, tmp_path,
     assert not (folder / "ran").exists(), "nothing foreign is executed"
 
 
-@pytest.mark.parametrize("name", ["nats", "bpb", "bytes", "tokens"])
-def test_a_score_that_is_not_the_ledgers_is_a_problem(exported, run_script, tmp_path, name):
+def test_a_score_that_is_not_the_ledgers_is_a_problem(exported, run_script, tmp_path):
     folder = tmp_path / "golf"
     shutil.copytree(exported, folder)
-    forge_ledger(lambda told: told["after"].update({name: told["after"][name] * 2}))(folder)
+    names = ("nats", "tokens", "bytes", "bpb")
+    forge_ledger(lambda told: told["after"].update({name: told["after"][name] * 2 for name in names}))(folder)
     ended = run_script("golf_score.py", folder)
-    assert ended.status == 1 and f" {name}, but the ledger states " in ended.err and ended.err.count("\n") == 1
+    assert ended.status == 1
+    for name, line in zip(names, ended.err.splitlines(), strict=True):
+        assert f" {name}, but the ledger states " in line
 
 
 @pytest.fixture
@@ -346,28 +338,23 @@ def raw_text(exported, corpus_file, tmp_path):
     return path
 
 
-def forge_all(folder, raw, tokens, token_bytes, tokenizer=None):
-    """Make everything in a folder agree with other tokens and bytes, certificate and score too."""
+def forge_text_of(folder, raw, tokens, token_bytes, tokenizer=None):
+    """Make everything in a folder but the score agree with other tokens and bytes, certificate too."""
     forge(folder, "tokens.bin", tokens.astype("<u2").tobytes())
     forge(folder, "bytes.bin", token_bytes.astype("<u2").tobytes())
-    changed = {
-        "num_tokens": len(tokens),
-        "num_bytes": int(token_bytes.sum()),
-        "sha256": hashlib.sha256(raw).hexdigest(),
-    }
-    changed["documents"] = [[changed["sha256"], changed["num_bytes"]]]
+    sha256, num_bytes = hashlib.sha256(raw).hexdigest(), int(token_bytes.sum())
+    changed = {"num_tokens": len(tokens), "num_bytes": num_bytes, "sha256": sha256, "documents": [[sha256, num_bytes]]}
     if tokenizer is not None:
         forge(folder, "tokenizer.json.xz", lzma.compress(tokenizer.to_str().encode()))
         changed["tokenizer_sha256"] = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     certificate = json.loads((folder / "certificate.json").read_text()) | changed
     (folder / "certificate.json").write_text(json.dumps(certificate))
-    forge_ledger(lambda told: told.update(after=rescore(folder)))(folder)
 
 
 def leave_out_text(folder, raw):
     """The second half of the text, which is harder, say."""
     tokens, token_bytes = (np.fromfile(folder / name, "<u2")[:1001] for name in ("tokens.bin", "bytes.bin"))
-    forge_all(folder, raw[:1000], tokens, token_bytes)
+    forge_text_of(folder, raw[:1000], tokens, token_bytes)
 
 
 def double_bytes(folder, raw):
@@ -377,21 +364,14 @@ def double_bytes(folder, raw):
     doubled = Tokenizer.from_str(json.dumps(rules))
     tokens, token_bytes = (np.fromfile(folder / name, "<u2") for name in ("tokens.bin", "bytes.bin"))
     text = doubled.decode(tokens[1:].tolist(), skip_special_tokens=False).encode()
-    forge_all(folder, text, tokens, token_bytes * 2, doubled)
-
-
-def change_text_of(folder, raw):
-    """A text that is easier to predict, of as many bytes."""
-    tokens, token_bytes = (np.fromfile(folder / name, "<u2") for name in ("tokens.bin", "bytes.bin"))
-    tokens[1:] = tokens[1]
-    forge_all(folder, raw[:1] * (len(tokens) - 1), tokens, token_bytes)
+    forge_text_of(folder, text, tokens, token_bytes * 2, doubled)
 
 
 def keep_the_certificate(folder, raw):
-    """Other tokens, under the certificate of the text itself."""
-    certificate = (folder / "certificate.json").read_bytes()
-    change_text_of(folder, raw)
-    (folder / "certificate.json").write_bytes(certificate)
+    """Tokens that are easier to predict, of as many bytes, under the certificate of the text itself."""
+    tokens = np.fromfile(folder / "tokens.bin", "<u2")
+    tokens[1:] = tokens[1]
+    forge(folder, "tokens.bin", tokens.tobytes())
 
 
 def test_golf_score_compares_with_the_raw_text(exported, run_script, raw_text):
@@ -405,20 +385,26 @@ def test_golf_score_compares_with_the_raw_text(exported, run_script, raw_text):
     assert (missing.status, missing.out) == (2, "") and missing.err.startswith("error: --files: ")
 
 
-@pytest.mark.parametrize("doctor", [leave_out_text, double_bytes, change_text_of, keep_the_certificate])
+@pytest.mark.parametrize(
+    ("doctor", "said"),
+    [
+        (leave_out_text, "certificate.json is of another text: of "),
+        (double_bytes, "--files: No certificate: "),
+        (keep_the_certificate, "is not what tokenizer.json.xz makes of "),
+    ],
+)
 def test_a_folder_that_agrees_with_itself_is_refused_beside_the_raw_text(
-    exported, run_script, tmp_path, raw_text, doctor
+    exported, run_script, tmp_path, raw_text, doctor, said
 ):
     folder = tmp_path / "golf"
     shutil.copytree(exported, folder)
     doctor(folder, raw_text.read_bytes())
-    alone = run_script("golf_score.py", folder)
-    if doctor is not keep_the_certificate:
-        assert alone.status == 0 and "the folder's own word" in alone.out
     ended = run_script("golf_score.py", folder, "--files", raw_text)
-    assert (ended.status, ended.out) == (1, "") and ended.err.count("\n") == 1
-    said = {double_bytes: "--files: No certificate: ", keep_the_certificate: "is not what tokenizer.json.xz makes of "}
-    assert said.get(doctor, "certificate.json is of another text: of ") in ended.err
+    assert (ended.status, ended.out) == (1, "") and ended.err.count("\n") == 1 and said in ended.err
+    if doctor is leave_out_text:
+        forge_ledger(lambda told: told.update(after=rescore(folder)))(folder)
+        alone = run_script("golf_score.py", folder)
+        assert alone.status == 0 and "the folder's own word" in alone.out
 
 
 def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path, run_script):
@@ -449,20 +435,7 @@ def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path
     assert f"scores {ledger['after']['bpb']:.4f} bits per byte" in card and "test-time training" in card
 
 
-def test_any_golf_model_can_be_exported(trained, corpus_file, tmp_path, run_script):
-    text = tmp_path / "other.txt"
-    text.write_text("Six and seven make thirteen. Naïve.\n" * 30, encoding="utf-8")
-    texts = ["--files", text, "--calibration_files", corpus_file]
-    options = ["--model", trained / "model", "--output", tmp_path / "out", "--budget_bytes", BUDGET, "--json"]
-    ended = run_script("golf_export.py", *options, *texts)
-    assert ended.status == 0, ended.err
-    printed = json.loads(ended.out)
-    assert printed["ledger"]["after"]["bytes"] == text.stat().st_size
-    assert printed["problems"] == [] and "1 document, " in printed["certificate"]
-    assert "## How small it is" in (tmp_path / "out" / "model" / "README.md").read_text()
-
-
-def test_an_export_whose_tokenizer_begins_each_text_with_a_token_is_scored_again(
+def test_any_golf_model_can_be_exported_also_if_its_tokenizer_begins_each_text_with_a_token(
     trained, corpus_file, tmp_path, run_script
 ):
     shutil.copytree(trained / "model", tmp_path / "model")
@@ -477,19 +450,20 @@ def test_an_export_whose_tokenizer_begins_each_text_with_a_token_is_scored_again
         "special_tokens": special,
     }
     (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(rules))
-    for name in ("one", "two"):
-        (tmp_path / f"{name}.txt").write_text(name * 200)
     texts = [tmp_path / "one.txt", tmp_path / "two.txt"]
-    options = ["--files", *texts, "--calibration_files", corpus_file, "--budget_bytes", BUDGET]
+    for text in texts:
+        text.write_text(f"{text.stem} and seven make thirteen. Na\u00efve.\n" * 9, encoding="utf-8")
+    options = ["--files", *texts, "--calibration_files", corpus_file, "--budget_bytes", BUDGET, "--json"]
     ended = run_script("golf_export.py", "--model", tmp_path / "model", "--output", tmp_path / "out", *options)
     assert ended.status == 0, ended.err
+    printed = json.loads(ended.out)
+    assert printed["ledger"]["after"]["bytes"] == sum(text.stat().st_size for text in texts)
+    assert printed["problems"] == [] and "2 documents, " in printed["certificate"]
+    assert "## How small it is" in (tmp_path / "out" / "model" / "README.md").read_text()
     assert np.fromfile(tmp_path / "out" / "tokens.bin", "<u2")[1] == 1
-    for files in ([], ["--files", *texts]):
-        assert run_script("golf_score.py", tmp_path / "out", *files).status == 0
-    assert (
-        "2 of its 2 documents are in it"
-        in run_script("golf_score.py", tmp_path / "out", "--files", *reversed(texts)).err
-    )
+    assert run_script("golf_score.py", tmp_path / "out", "--files", *texts).status == 0
+    other_order = run_script("golf_score.py", tmp_path / "out", "--files", *reversed(texts))
+    assert "2 of its 2 documents are in it" in other_order.err
 
 
 def test_failed_certificate_gives_no_score(trained, corpus_file, tmp_path, run_script):
@@ -513,11 +487,25 @@ def test_failed_certificate_gives_no_score(trained, corpus_file, tmp_path, run_s
         (["--run", "RUN"], "--budget_bytes is missing"),
         (["--run", "RUN", "--budget_bytes", "7000"], "7,000 is too small"),
         (["--run", "RUN", "--output", "RUN", "--budget_bytes", "9000"], "exists and no export wrote it"),
-        (["--run", "RUN", "--budget_bytes", "9000", "--code_files", "nothing.py"], "nothing.py is not a file"),
+        (["--run", "RUN", "--code_files", "nothing.py"], "nothing.py is not a file"),
+        (
+            ["--run", "RUN", "--code_files", "one/a.py", "two/a.py"],
+            "two/a.py is not a file, is hidden, or has the name",
+        ),
+        (["--run", "RUN", "--code_files", "one/certificate.json"], "has the name of another file of the export"),
+        (["--run", "RUN", "--code_files", "one/.a.py"], ".a.py is not a file, is hidden, or"),
+        (
+            ["--model", "RUN", "--files", "one/a.py", "--calibration_files", "two/a.py", "--output", "out"],
+            "--calibration_files: they have 10 tokens, but a sequence of this model takes 32 and the one after",
+        ),
     ],
 )
 def test_export_mistakes_are_one_line(trained, run_script, options, said, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
+    for name in ("one/a.py", "two/a.py", "one/certificate.json", "one/.a.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("print(1)\n")
     ended = run_script("golf_export.py", *(trained if option == "RUN" else option for option in options))
     last = ended.err.strip().splitlines()[-1]
     assert ended.status == 2 and last.startswith("error: ") and said in last
+    assert not list(trained.glob(".partial*")), "what an export began is not left behind"

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 
+import numpy as np
 import pytest
+from transformers import PreTrainedTokenizerFast
 
 from hfgolf.checkpoint.identity import changed_keys
 from hfgolf.config.parse import load_config
+from hfgolf.data.tokenizer import tokenizer_sha256
+from hfgolf.golf import ledger
+from hfgolf.golf.artifact import config_header, encode
 from hfgolf.golf.ledger import budget_problem, read_ledger, training_config
+from hfgolf.golf.merges import pack_tokenizer
 
 CAP = 16_000_000
 
@@ -41,9 +48,9 @@ def test_budget_itself_fits_and_one_byte_more_does_not(files):
 
 
 def test_counting_everything_includes_tokenizer_and_config(files):
-    ledger = ledger_of(files, "everything", CAP)
-    assert ledger["totals"] == {"everything": 16_040_000, "challenge": CAP}
-    problem = str(budget_problem(ledger))
+    found = ledger_of(files, "everything", CAP)
+    assert found["totals"] == {"everything": 16_040_000, "challenge": CAP}
+    problem = str(budget_problem(found))
     for said in (
         "40,000 more than",
         "json.xz could give 40,000 of its 40,000",
@@ -56,15 +63,53 @@ def test_counting_everything_includes_tokenizer_and_config(files):
 
 def test_ledger_lists_the_files_on_disk(files):
     files[0].write_bytes(b"import this\n")
-    ledger = ledger_of(files, "challenge", CAP)
-    assert ledger["totals"] == {"challenge": 15_994_012, "everything": 16_034_012}
-    assert ledger["files"][0] == {
+    found = ledger_of(files, "challenge", CAP)
+    assert found["totals"] == {"challenge": 15_994_012, "everything": 16_034_012}
+    assert found["files"][0] == {
         "name": "score.py",
         "bytes": 12,
         "sha256": hashlib.sha256(b"import this\n").hexdigest(),
         "counted_by": ["challenge", "everything"],
     }
-    assert ledger["files"][2]["counted_by"] == ["everything"]
+    assert found["files"][2]["counted_by"] == ["everything"]
+
+
+def text_problem(folder, tokenizer, text, vocab_size, **certified):
+    """Return what is wrong with the text of an export: tokens, bytes, tokenizer and certificate."""
+    ids, eos = tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id
+    token_bytes = [0, *(len(tokenizer.decode(number).encode()) for number in ids)]
+    config = config_header({"vocab_size": vocab_size, "eos_token_id": eos})
+    certificate = {
+        "num_tokens": len(token_bytes),
+        "num_bytes": sum(token_bytes),
+        "tokenizer_sha256": tokenizer_sha256(tokenizer),
+        "sha256": hashlib.sha256(text.encode()).hexdigest(),
+    } | certified
+    files = {
+        ledger.ARTIFACT: encode(config, {}).data,
+        ledger.TOKENIZER: pack_tokenizer(tokenizer.backend_tokenizer),
+        ledger.TOKENS: np.array([eos, *ids], "<u2" if vocab_size <= 2**16 else "<u4").tobytes(),
+        ledger.TOKEN_BYTES: np.array(token_bytes, "<u2").tobytes(),
+        ledger.CERTIFICATE: json.dumps(certificate).encode(),
+    }
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    return ledger._text_problem(folder, ())
+
+
+@pytest.mark.parametrize("vocab_size", [257, 65_600])
+def test_tokens_have_as_many_bytes_as_the_embedding_has_rows_whatever_the_tokenizer_has(
+    tmp_path, tokenizer, vocab_size
+):
+    assert text_problem(tmp_path, tokenizer, "to be", vocab_size) is None
+    assert text_problem(tmp_path, tokenizer, "to be", vocab_size, num_bytes=9).endswith("num_bytes differ.")
+
+
+def test_a_certificate_without_a_hash_is_refused(tmp_path, sentencepiece_like):
+    """Also for a tokenizer whose text cannot be hashed from its tokens."""
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=sentencepiece_like(), eos_token="</s>")
+    assert text_problem(tmp_path, tokenizer, "the", 400) is None
+    assert text_problem(tmp_path, tokenizer, "the", 400, sha256=None).endswith("sha256 differ.")
 
 
 STATED = ["--run.name=a", "--data.source=files", "--data.files=[texts/a.txt, texts/b.txt]", "--train.max_steps=9"]
