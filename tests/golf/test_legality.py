@@ -16,7 +16,7 @@ from hfgolf.golf.legality import IllegalScorer, Reader, guarded
 from hfgolf.golf.score_first import score_first, score_in_order
 
 VOCAB, SEPARATOR, FREQUENT = 12, 11, 0
-in_seeds = pytest.mark.parametrize("seeds", [range(2), pytest.param(range(20), marks=pytest.mark.slow)], ids=len)
+SEEDS = range(3)
 
 
 def random_tokens(seed, number=61):
@@ -120,11 +120,10 @@ def counts_token_by_token(seed):
 HONEST = [flat, windows, adapts, adapts_to_documents, tilts_by_bigrams, counts_token_by_token]
 
 
-@in_seeds
 @pytest.mark.parametrize("build", HONEST)
-def test_honest_scorers_are_never_refused(build, seeds):
+def test_honest_scorers_are_never_refused(build):
     """And their score is the one without a guard, and the one of a pass per token."""
-    for seed in seeds:
+    for seed in SEEDS:
         tokens = random_tokens(seed)
         reader = guarded(build(seed), tokens, VOCAB, check="places")
         build(seed)(free := Reader(tokens, VOCAB, check=None))
@@ -219,9 +218,8 @@ CHEATS = {
 
 
 @pytest.mark.parametrize("build", CHEATS.values(), ids=CHEATS)
-@in_seeds
-def test_every_cheat_is_refused_in_every_seed(build, seeds):
-    for seed in seeds:
+def test_every_cheat_is_refused_in_every_seed(build):
+    for seed in SEEDS:
         scorer = windows(seed, change=build())
         with pytest.raises(
             IllegalScorer, match=r"^the distributions of tokens \d+ to \d+ depend on token \d+ or later"
@@ -239,9 +237,8 @@ def test_a_pass_per_token_leaves_a_cheat_nothing_to_gain(build):
     assert free.nats < 0.95 * honest < blind, "unguarded it pays"
 
 
-@in_seeds
-def test_overwriting_what_a_scorer_is_given_changes_no_target(seeds):
-    for seed in seeds:
+def test_overwriting_what_a_scorer_is_given_changes_no_target():
+    for seed in SEEDS:
         tokens = random_tokens(seed)
         reader = guarded(windows(seed, change=overwrites_what_it_is_given), tokens, VOCAB, check="places")
         assert np.array_equal(tokens, random_tokens(seed))
