@@ -50,7 +50,7 @@ def _describe(run: Path, findings: list[Finding], metrics: Metrics, settings: Ma
 
 def _well(metrics: Metrics) -> str:
     """Say that nothing is wrong; and whether random weights are still near ln(vocabulary), the loss of guessing."""
-    losses = [loss for row in metrics.rows for loss in row.get("train_losses", ())]
+    losses = [loss for row in metrics.rows for loss in row.get("train_losses") or () if loss is not None]
     starts_elsewhere = any(event["event"] == "init_from" for event in metrics.events)
     if not losses or starts_elsewhere or losses[-1] < _HARDLY * losses[0]:
         return "all is well"
