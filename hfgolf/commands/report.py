@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from hfgolf.commands.options import Answer, ScriptParser, bounded, check_output
-from hfgolf.system.errors import writing
+from hfgolf.system.errors import UserError, writing
 
 
 def main() -> Answer:
@@ -21,10 +21,11 @@ def main() -> Answer:
     )
     parser.add_argument("--png", type=Path, help="also write a picture of the losses to this file")
     arguments = parser.parse_args()
-    output = arguments.output or (arguments.runs[0] if len(arguments.runs) == 1 else Path()) / "report.html"
-    besides = [output.with_suffix("") / "loss.png"]
-    if arguments.output:
-        check_output("--output", output, ["html"], besides)
+    is_in_run = arguments.output is None and len(arguments.runs) == 1
+    output = arguments.runs[0] / "report.html" if is_in_run else arguments.output or Path("report.html")
+    picture = output.with_suffix("") / "loss.png"
+    if not is_in_run:
+        check_output("--output", output, ["html"], [picture])
     elif output.parent.is_dir():  # otherwise read_run reports that there is no such run
         check_output("--output", output, ["html"])
     if arguments.png:
@@ -36,7 +37,11 @@ def main() -> Answer:
     runs = [read_run(folder) for folder in arguments.runs]
     with writing("--output", output):
         write_report(runs, output, arguments.price_per_hour)
+    if not picture.is_file():
         if arguments.png:
-            shutil.copyfile(output.with_suffix("") / "loss.png", arguments.png)
-    picture = output.with_suffix("") / "loss.png"
+            raise UserError(f"--png: no run has a loss yet; wait for the first one. {output} is written.")
+        return Answer({"report": output, "losses": None}, f"wrote {output}")
+    if arguments.png:
+        with writing("--png", arguments.png):
+            shutil.copyfile(picture, arguments.png)
     return Answer({"report": output, "losses": picture}, f"wrote {output}, and its losses as {output.stem}/loss.png")

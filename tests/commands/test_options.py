@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
         ("make_report.py", ["RUN", "--output", "OUT/mine.html"], "mine.html"),
         ("make_report.py", ["RUN", "--output", "OUT/mine.html"], "mine/loss.png"),
         ("make_report.py", ["RUN", "--output", "OUT/mine.html", "--png", "OUT/loss.png"], "loss.png"),
+        ("make_report.py", ["RUN", "RUN"], "report/loss.png"),
         ("show_schedule.py", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.png"),
         ("find_lr.py", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.png"),
         ("find_lr.py", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.json"),
@@ -30,18 +31,19 @@ ROOT = Path(__file__).parents[2]
         ("compare_runs.py", ["RUN", "RUN", "--output_dir", "OUT"], "OUT.md"),
     ],
 )
-def test_no_output_replaces_what_hfgolf_did_not_write(run_script, tmp_path, script, options, mine):
+def test_no_output_replaces_what_hfgolf_did_not_write(run_script, tmp_path, monkeypatch, script, options, mine):
     places = {"OUT": tmp_path / "out", "RUN": tmp_path / "run", "TEXT": tmp_path / "text.txt"}
     mine = places["OUT"] / mine.replace("OUT", places["OUT"].name)
     mine.parent.mkdir(parents=True)
     mine.write_text("what I wrote")
+    monkeypatch.chdir(places["OUT"])
     places["RUN"].mkdir()
     places["TEXT"].write_text("some text")
     for word, place in places.items():
         options = [re.sub(rf"^{word}\b", str(place), option) for option in options]
     ended = run_script(script, *options)
     assert ended.status == 2 and mine.read_text() == "what I wrote"
-    assert ended.err.endswith(f": {mine} exists and hfgolf did not write it; move it, or choose another name.\n")
+    assert ended.err.endswith(f"{mine.name} exists and hfgolf did not write it; move it, or choose another name.\n")
     assert ended.err.startswith("error: --") and ended.err.count("\n") == 1
 
 

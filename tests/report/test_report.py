@@ -392,6 +392,13 @@ def test_script_writes_a_page_and_an_image(folder, tmp_path, run_script):
         assert status == 2 and error.startswith(f"error: {options[0]}: ") and error.count("\n") == 1
 
 
+def test_script_says_that_there_are_no_losses_to_draw(folder, tmp_path, run_script):
+    run = folder([row | {"train_losses": [None], "val_loss": None} for row in rows()[:1]], name="run")
+    assert run_script("make_report.py", run).out == f"wrote {run / 'report.html'}\n"
+    status, _, error = run_script("make_report.py", run, "--png", tmp_path / "loss.png")
+    assert status == 2 and error.startswith("error: --png: no run has a loss yet")
+
+
 def test_long_curve_retains_mean_and_extremes():
     losses = np.random.default_rng(0).normal(3, 1, (5000, 10))
     losses[1234, 5], losses[77, 7] = 99.0, -99.0
