@@ -11,7 +11,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from hfgolf.commands.options import MARK, Answer, ScriptParser, check_output, within
+from hfgolf.commands.options import MARK, Answer, ScriptParser, bounded, check_output
 from hfgolf.compare.experiment import load_experiment, plan_runs
 from hfgolf.config.parse import is_option, one_token_per_option
 from hfgolf.system.errors import UserError
@@ -24,19 +24,11 @@ def main() -> Answer:
         "benchmarks/experiments/README.md explains the format of a definition.",
     )
     parser.add_argument("paths", nargs="+", type=Path, help="a definition (a .yaml file), or the folders of runs")
-    parser.add_argument(
-        "--equivalent",
-        type=within(1e-6, 10.0),
-        metavar="NATS",
-        help="also test whether the arms are equivalent to the baseline within this margin, such as 0.005",
-    )
+    text = "also test whether the arms are equivalent to the baseline within so many nats, such as 0.005"
+    parser.add_argument("--equivalent", **bounded(1e-6, 10.0, text))
     parser.add_argument("--output_dir", type=Path, help="folder for runs and results (runs/experiments/NAME)")
-    parser.add_argument(
-        "--jobs",
-        type=within(1, 1024),
-        default=1,
-        help="runs to run at once (1); with more, their seconds are not comparable",
-    )
+    text = "runs to run at once; with more than one, their seconds are not comparable"
+    parser.add_argument("--jobs", **bounded(1, 1024, text, 1))
     # one token each: argparse would take the value of an option that it does not know for a path
     tokens = one_token_per_option(sys.argv[1:])
     run_options = [token for token in tokens if is_option(token)]
@@ -60,14 +52,15 @@ def main() -> Answer:
     from hfgolf.train.console import show_log
 
     show_log(is_main_process=True)
-    results = output_dir / (output_dir.name if experiment is None else experiment.path.stem)
+    name = output_dir.resolve().name if experiment is None else experiment.path.stem
+    results = output_dir / name
     check_output("--output_dir", output_dir, besides=[Path(f"{results}.{kind}") for kind in ("json", "md", "png")])
     command = shlex.join(["hfgolf", "compare", *map(str, arguments.paths), *run_options])
     margin = arguments.equivalent
     command += "" if margin is None else f" --equivalent {margin:g}"
     if experiment is None:
         outcomes = group_by_arm([read_outcome(RunFolder(path)) for path in arguments.paths], by_name=True)
-        comparison = compare_outcomes(output_dir.name, command, outcomes, margin)
+        comparison = compare_outcomes(name, command, outcomes, margin)
     else:
         failed = run_missing(planned, arguments.jobs)
         outcomes, failures = read_outcomes(planned, failed)

@@ -56,7 +56,9 @@ def test_existing_runs_are_compared_without_training(compare_runs, tiny_definiti
     assert compare_runs(*names, "--output_dir", tmp_path / "read") == (0, "")
     read = json.loads((tmp_path / "read" / "read.json").read_text())
     assert read["arms"] == found["arms"] and read["baseline"] == "adamw"
-    assert compare_runs(*names, "--output_dir", tmp_path / "same", "--equivalent", "9") == (0, "")
+    (tmp_path / "same").mkdir()
+    monkeypatch.chdir(tmp_path / "same")
+    assert compare_runs(*names, "--output_dir", ".", "--equivalent", "9") == (0, "")
     same = json.loads((tmp_path / "same" / "same.json").read_text())
     assert same["command"].endswith("/muon-seed2 --equivalent 9") and same["margin"] == 9
     assert same["arms"]["muon"]["equivalence"]["p_value"] < 0.05
