@@ -82,7 +82,10 @@ def _run(arguments: list[str]) -> int | None:
         answer = importlib.import_module(f"hfgolf.commands.{verb.replace(' ', '_')}").main()
     if answer is None:  # a process other than the first, or a verb that has said it all
         return 0
-    text = json.dumps(redact_values(answer.figures), indent=1, default=str) if as_json else answer.text
+    text = answer.text
+    if as_json:  # which has no NaN and no infinity
+        figures = json.loads(json.dumps(answer.figures, default=str), parse_constant=lambda constant: None)
+        text = json.dumps(redact_values(figures), indent=1)
     if text:
         print(text)
     for problem in answer.problems:

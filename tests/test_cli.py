@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from hfgolf.cli import VERBS
+from hfgolf.commands.options import Answer
 from hfgolf.config.parse import find_config, load_config
 from hfgolf.config.sections import TokenizerSection
 from hfgolf.run.provenance import run_metadata
@@ -70,6 +72,14 @@ def test_json_is_one_object_on_stdout(hfgolf, shared_run, tiny_run, tmp_path, mo
     said = hfgolf(*words, "--json")
     assert said.status == 0, said.err
     assert {name.replace("RUN", run) for name in names} <= json.loads(said.out).keys()
+
+
+def test_json_has_null_for_what_is_not_finite(hfgolf, monkeypatch):
+    """An evaluation whose perplexity overflows; NaN and Infinity are words of Python's, not JSON."""
+    figures = {"loss": 800.0, "perplexity": math.inf, "losses": [math.nan]}
+    monkeypatch.setattr("hfgolf.commands.report.main", lambda: Answer(figures))
+    said = hfgolf("report", "--json")
+    assert said == (0, json.dumps({"loss": 800.0, "perplexity": None, "losses": [None]}, indent=1) + "\n", "")
 
 
 def test_json_of_a_conversation_is_refused(hfgolf):
