@@ -291,7 +291,7 @@ class Session:
         *lines, self._unread = (self._unread + self._reader.read()).split("\n")  # a kill may cut off the last line
         now = time.perf_counter()
         for found in filter(None, map(self._pattern.search, lines)):
-            with contextlib.suppress(ValueError):  # no numbers
+            with contextlib.suppress(ValueError, TypeError):  # no numbers, or an optional group that is absent
                 step, loss = int(found["step"]), float(found["loss"])
                 self.gaps += [now - self._heard_at] if self.losses else []
                 self._heard_at, self.losses[step] = now, loss

@@ -149,16 +149,18 @@ CHANGES: dict[str, tuple[Callable[[Path], None], str, bool]] = {
 }
 
 
-def test_every_difference_is_found(run, tiny_run, tmp_path):
+def test_every_difference_is_found(shared_run, tmp_path):
     """Each single change in a copy of a run is named with its place; only rounding is tolerated."""
-    options = {"optim__ema_decay": 0.9, "train__eval_every_steps": 2}
-    straight = run(tiny_run(run__name="straight", **options))
-    same = run(tiny_run(run__name="same", **options))
+    straight = shared_run(optim__ema_decay=0.9, train__eval_every_steps=2)
+    same = shutil.copytree(straight, tmp_path / "same", symlinks=True)
     # the clock and the session do not count
     with_state(elapsed_seconds=1e6, wandb_id="other")(same)
     with_pickle("random_states_0.pkl", lambda states: states.update(step=99))(same)
     with_column(2, "tokens_per_second", lambda speed: speed * 2)(same)
     assert judge(straight, same) == judge(straight, same, is_exact=False) == (True, "bitwise identical")
+    with_column(2, "sample_hashes", lambda hashes: ["0" * 16])(same)
+    lines = diff_table(diff_runs(evidence(RunFolder(straight)), evidence(RunFolder(same)))).splitlines()
+    assert any(line.startswith("sample ids") and line.endswith("no: 1 differ, not comparable") for line in lines)
     for number, (what, (change, words, is_tolerated)) in enumerate(CHANGES.items()):
         changed = tmp_path / str(number)
         shutil.copytree(straight, changed, symlinks=True)
@@ -168,15 +170,6 @@ def test_every_difference_is_found(run, tiny_run, tmp_path):
         is_equal, text = judge(straight, changed, is_exact=False)
         assert is_equal == is_tolerated, f"{what}: {text}"
         assert text.startswith("equal within 1e-05" if is_tolerated else f"DIFFERENT {words}"), f"{what}: {text}"
-
-
-def test_different_seeds_differ_from_the_first_step(run, tiny_run):
-    one, other = run(tiny_run(run__name="one")), run(tiny_run(run__name="other", run__seed=3))
-    for is_exact in (True, False):
-        is_equal, text = judge(one, other, is_exact)
-        assert not is_equal and text.startswith("DIFFERENT at step 1: sample ids, training losses")
-    lines = diff_table(diff_runs(evidence(RunFolder(one)), evidence(RunFolder(other)))).splitlines()
-    assert any(line.startswith("sample ids") and line.endswith("no: 6 differ, not comparable") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -244,31 +237,9 @@ def test_killed_run_resumes_bitwise(tiny_run, run_script, num_processes):
     assert "session 1: started; SIGKILL (status -9) after step" in said
     assert "resumed from step" in said
     assert num_processes > 1 or "files of a save begun" in said
-    assert ("\nbitwise identical" if num_processes == 1 else "random states 1") in said
-
-
-def test_resume_that_loses_state_is_detected(tiny_run, tmp_path, monkeypatch, caplog):
-    """The same kills on a trainer that does not restore the random state: dropout reveals it."""
-    script = tmp_path / "forgetful.py"
-    script.write_text(
-        "import sys, torch\n"
-        "from hfgolf.checkpoint.contents import Checkpointer\n"
-        "load = Checkpointer.load\n"
-        "def forgetful(self, checkpoint):\n"
-        "    load(self, checkpoint)\n"
-        "    torch.manual_seed(0)\n"
-        "Checkpointer.load = forgetful\n"
-        f"sys.argv[0] = {str(ROOT / 'scripts' / 'train.py')!r}\n"
-        "import runpy\n"
-        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
-    )
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    arguments = tiny_run(model__dropout=0.1)
-    caplog.set_level("INFO", "hfgolf")
-    trainer = own_trainer(arguments, load_config(arguments), 8, 1, [script])
-    assert not verify_resume(trainer, KillPlan(1, kill_seed=1, num_processes=1))
-    assert "DIFFERENT at step" in caplog.text and "training losses" in caplog.text
-    assert list(tmp_path.glob("verify_resume-*/killed/metrics.jsonl"))  # kept for inspection
+    assert num_processes > 1 or "\nbitwise identical" in said
+    for kind in ("sample ids", "weights", "averaged weights", "optimizer", f"random states {num_processes - 1}"):
+        assert f"\n{kind}  " in said
 
 
 OTHER_TRAINER = """
@@ -284,6 +255,7 @@ if os.path.exists(path) and kind != "starts over":
         random.setstate((version, tuple(numbers), gauss))
 while step < 40:
     step, weight = step + 1, weight * random.uniform(0.9, 1)
+    print(f"step {step} begins")
     print(f"step {step}: loss {weight}")
     time.sleep(0.02)
     if step % 3 == 0:
@@ -307,6 +279,8 @@ def test_another_trainer_is_judged_by_its_log_and_its_files(tmp_path, run_script
     script.write_text(OTHER_TRAINER)
     command = shlex.join([sys.executable, str(script), str(folder), kind])
     options = ["--command", command, "--folder", folder, "--kills", len(faults), "--faults", *faults]
+    if kind == "exact":  # of two lines for each step, the first has no loss
+        options += ["--pattern", r"step (?P<step>\d+)(: loss (?P<loss>\S+))?"]
     status, said, error = run_script("verify_resume.py", *options)
     assert status == (says != "bitwise identical"), said + error
     assert f"\n{says}" in said
