@@ -134,10 +134,10 @@ def _caveats(runs: list[Outcome]) -> list[str]:
     for run in runs:
         step = run.summary.get("step")
         if isinstance(step, int) and step != run.curve[-1].step:
-            caveats.append(f"{run.path.name} exported step {step:,}, not the last; its summary has that step's loss")
+            caveats.append(f"{run.name} exported step {step:,}, not the last; its summary has that step's loss")
         skipped, rollbacks = run.summary.get("skipped_steps"), run.summary.get("rollbacks")
         if skipped or rollbacks:
-            caveats.append(f"{run.path.name} was unstable: {skipped or 0} skipped steps and {rollbacks or 0} rollbacks")
+            caveats.append(f"{run.name} was unstable: {skipped or 0} skipped steps and {rollbacks or 0} rollbacks")
     return caveats
 
 

@@ -131,31 +131,32 @@ def plan_runs(experiment: Experiment, output_dir: Path, options: Sequence[str]) 
     """Return the runs of an experiment, seed by seed, so that a slow phase of the machine affects every arm.
 
     options: of hfgolf train, for every run; they override the definition. By default, all runs evaluate all validation
-    tokens at the end. Raises UserError, naming arm and key, if
-    they do not make a valid config, or would make arms equal.
+    tokens at the end. Raises UserError, naming arm and key, if they do not make a valid config, or would make arms
+    equal, and if two arms would have the same folders.
     """
     base_options = [f"--config={experiment.base}"] if experiment.base else []
     base_options.append("--train.final_eval_tokens=null")  # by default, an arm that trains longer would read more
     stated = {option[2:].split("=")[0].removesuffix("+") for option in options if option.startswith("--")}
     _check_keys("the command line", stated)
-    configs = {}
+    runs: dict[str, list[PlannedRun]] = {}
     for arm, settings in experiment.arms.items():
         for key in stated & settings.keys():
             if any(others.get(key) != settings[key] for others in experiment.arms.values()):
                 raise UserError(f"--{key}: the arms differ in this key; change it in {experiment.path}.")
         arguments = [*base_options, *(f"--{key}={value}" for key, value in settings.items()), *options]
-        try:
-            configs[arm] = arguments, load_config(arguments)
-        except UserError as error:
-            raise UserError(f"{experiment.path}: {arm}: {str(error).removeprefix('the command line: ')}") from None
-    runs = []
-    for seed, (arm, (arguments, resolved)) in itertools.product(experiment.seeds, configs.items()):
-        name = re.sub(r"[^\w.-]+", "-", arm).strip("-") + f"-seed{seed}"
-        decided = {"run.name": name, "run.seed": seed, "run.output_dir": str(output_dir), "train.resume": "auto"}
-        keys = {key.replace(".", "__"): value for key, value in decided.items()}
-        stated_too = [*arguments, *(f"--{key}={value}" for key, value in decided.items())]
-        runs.append(PlannedRun(arm, stated_too, resolved.resolve("command line", **keys)))
-    return runs
+        name = re.sub(r"[^\w.-]+", "-", arm).strip("-")
+        if name in runs:
+            twins = f"{runs[name][0].arm} and {arm} would both be in {name}"
+            raise UserError(f"{experiment.path}: {twins}; write them as arms with names of their own.")
+        runs[name] = []
+        for seed in experiment.seeds:
+            of_run = [*arguments, f"--run.name={name}-seed{seed}", f"--run.seed={seed}"]
+            of_run += [f"--run.output_dir={output_dir}", "--train.resume=auto"]
+            try:
+                runs[name].append(PlannedRun(arm, of_run, load_config(of_run)))
+            except UserError as error:
+                raise UserError(f"{experiment.path}: {arm}: {str(error).removeprefix('the command line: ')}") from None
+    return [run for of_seed in zip(*runs.values(), strict=True) for run in of_seed]
 
 
 def _mapping(where: str, value: Any) -> dict[str, Any]:

@@ -6,6 +6,7 @@ Reads config, metrics, metadata and summary from the run folders, and groups the
 from __future__ import annotations
 
 import json
+import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -55,6 +56,11 @@ class Outcome:
     """{"section.key": value}, from metadata.json."""
     metadata: dict[str, Any]
     summary: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The name of its folder, also of one that is given as `.` or `..`."""
+        return Path(os.path.abspath(self.path)).name
 
     @property
     def seed(self) -> int:
@@ -152,9 +158,9 @@ def group_by_arm(outcomes: Sequence[Outcome], *, by_name: bool = False) -> dict[
         has_twins = by_name and len({outcome.seed for outcome in members}) < len(members)
         taken = set(arms)
         for outcome in members:
-            path = outcome.path if has_twins else members[0].path
-            stem = re.sub(r"[-_.]seed\d+$", "", path.name)
-            name = str(path) if stem in taken else stem
+            namesake = outcome if has_twins else members[0]
+            stem = re.sub(r"[-_.]seed\d+$", "", namesake.name)
+            name = str(namesake.path) if stem in taken else stem
             twin = arms.setdefault(name, {}).setdefault(outcome.seed, outcome)
             if twin is not outcome:
                 raise UserError(f"{twin.path} and {outcome.path} are the same config and seed; leave one out.")

@@ -126,6 +126,14 @@ MISTAKES = {
         "arms: {a: {optim.learning_rate: fast}}\nseeds: [1]",
         "question.yaml: a: optim.learning_rate: 'fast' is not allowed; allowed: a number above 0",
     ),
+    "arms whose folders have one name": (
+        ARMS + "common: {train.max_steps: 1}\ngrid: {a: {data.files: [b/c, b-c]}}",
+        "question.yaml: a[files=b/c] and a[files=b-c] would both be in a-files-b-c; write them as arms with names",
+    ),
+    "a name that is too long": (
+        ARMS + f"common: {{train.max_steps: 1}}\ngrid: {{a: {{data.files: [{'b' * 250}]}}}}",
+        f"question.yaml: a[files={'b' * 250}]: run.name: 'a-files-bbb",
+    ),
     "a value out of range": (
         ARMS + "common: {train.max_steps: 1}\ngrid: {a: {optim.learning_rate: [1, -1]}}",
         "question.yaml: a[learning_rate=-1]: optim.learning_rate: -1 is not allowed",
@@ -157,8 +165,3 @@ def test_command_line_cannot_override_the_arms(definition, tmp_path, option, mes
     with pytest.raises(UserError) as error:
         plan_runs(load_experiment(definition), tmp_path, [option])
     assert str(error.value).startswith(message)
-
-
-def test_missing_definition_is_one_line(tmp_path):
-    with pytest.raises(UserError, match=r"there is no definition .*none\.yaml; name one, such as"):
-        load_experiment(tmp_path / "none.yaml")
