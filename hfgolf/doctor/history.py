@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -128,8 +129,7 @@ class History:
                 self._add_skip({"step": new.step})
             elif math.isnan(self.first_loss) and new.step <= LEVEL_STEPS:
                 self.first_loss = new.loss
-        recent = [self.steps[-i].loss for i in range(1, 1 + min(LEVEL_STEPS, len(self.steps)))]
-        recent = [loss for loss in recent if math.isfinite(loss)]
+        recent = [step.loss for step in islice(reversed(self.steps), LEVEL_STEPS) if math.isfinite(step.loss)]
         median = float(np.median(recent)) if recent else math.nan
         self.level = median if len(recent) >= LEVEL_STEPS // 2 else math.nan
         self.lowest_level = min(self.lowest_level, self.level)

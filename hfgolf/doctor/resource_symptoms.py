@@ -30,7 +30,7 @@ class SameBatches:
         self._first_step: dict[str, int] = {}
         """The step that first read each hash, in this epoch."""
         self._repeats: list[tuple[int, int]] = []
-        """(step, the earlier step that read the same batch)."""
+        """(step, the earlier step that read the same batch) of the first repeats."""
 
     def __call__(self, history: History) -> Finding | None:
         if history.latest is history.restore:
@@ -47,11 +47,11 @@ class SameBatches:
             if epoch != self._epoch or len(self._first_step) >= MAX_HASHES:
                 self._epoch, self._first_step = epoch, {}
             earlier = self._first_step.setdefault(sample_hash, new.step)
-            if earlier != new.step:
+            if earlier != new.step and len(self._repeats) < IN_A_ROW:
                 self._repeats.append((new.step, earlier))
         if len(self._repeats) < IN_A_ROW:
             return None
-        pairs = ", ".join(f"{step} that of {earlier}" for step, earlier in self._repeats[:IN_A_ROW])
+        pairs = ", ".join(f"{step} that of {earlier}" for step, earlier in self._repeats)
         saw = f"in epoch {self._epoch + 1}, steps read the batch of an earlier step: step {pairs}"
         causes = (
             "a data order that restarts instead of continuing, so that the model sees only part of the text",

@@ -21,7 +21,6 @@ from hfgolf.hooks.doctor import Diagnosis
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import Metrics
 from hfgolf.system.command import own_command
-from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 Line = dict[str, Any]
@@ -598,7 +597,7 @@ def test_script_prints_findings(run_script, tmp_path):
     often = write(tmp_path / "often", [row | {"epoch": 0.06 * row["step"]} for row in rows])
     better = "  better the text was read 6.0 times; a model that this one teaches learns more from it: "
     assert run_script("doctor.py", often).out.startswith(f"{often}: all is well (100 steps)\n{better}")
-    hardly = write(tmp_path / "hardly", log(range(1, 3), lambda step: 8.3))
+    hardly = write(tmp_path / "hardly", log(range(1, 4), lambda step: 8.3 if step == 2 else None))  # null: nonfinite
     said = "nothing is wrong, but the training loss, 8.30, is still near that of the first step, 8.30"
     assert said in run_script("doctor.py", hardly).out
     status, out, _ = run_script("doctor.py", well, sick)
@@ -619,9 +618,6 @@ def test_folder_without_a_run_is_one_line(run_script, tmp_path):
         "",
         f"error: {tmp_path}/metrics.jsonl does not exist; name the folder of a run, such as runs/small.\n",
     )
-    write(tmp_path, [], "no JSON\n")
-    with pytest.raises(UserError, match="holds no row, only 1 broken lines"):
-        examine(tmp_path)
 
 
 def test_rates_far_below_the_usual_are_raised_to_it_and_tiny_batches_enlarged():
