@@ -12,10 +12,10 @@ import math
 import os
 from typing import TYPE_CHECKING, Any
 
-from hfgolf.commands.options import Answer, ScriptParser, within
+from hfgolf.commands.options import Answer, ScriptParser, bounded
 from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import duration
+from hfgolf.system.wording import count_of, duration
 
 if TYPE_CHECKING:
     from hfgolf.commands.needs import Length, Machine, Needs, TokenCounts
@@ -39,11 +39,8 @@ def main() -> Answer | None:
         "With accelerate's --config_file configs/accelerate/fsdp2.yaml, it plans for FSDP2.",
     )
     parser.add_argument("--device", help="a GPU to plan for instead of this machine, such as H100")
-    parser.add_argument(
-        "--tokens_per_second",
-        type=within(1e-6, 1e12),
-        help="speed of all processes together, as in a log line or from hfgolf profile (default: 0.4 of the peak)",
-    )
+    text = "speed of all processes together, as in a log line or from hfgolf profile (default: 0.4 of the peak)"
+    parser.add_argument("--tokens_per_second", **bounded(1e-6, 1e12, text))
     options, run_options = parser.parse_known_args()
     resolved = load_config(run_options)
 
@@ -106,7 +103,7 @@ def main() -> Answer | None:
         lines += ["milestones:", *columns(describe_milestones(milestones, length))]
     if affordable is not None and minutes is not None:
         epochs = "" if affordable.epochs is None else f", {affordable.epochs:.3g} epochs"
-        paid = f"{affordable.steps:,} steps, {affordable.tokens:,} tokens{epochs}"
+        paid = f"{count_of(affordable.steps, 'step')}, {affordable.tokens:,} tokens{epochs}"
         fit, limit = "", config.train.max_steps
         if limit is not None:
             over = f" do not fit, but --train.max_steps {affordable.steps} does"
@@ -212,8 +209,9 @@ def describe_length(length: Length | None, parameters: int, price: float | None,
     counted, rest = f"{duration(length.seconds)} of steps", "evaluations, startup"
     if length.evaluation_seconds is not None:
         counted, rest = f"{counted} and {duration(length.evaluation_seconds)} of evaluations", "startup"
+    remark = f" ({note})" if note else ""
     lines = [
-        f"run: {length.steps:,} steps, {length.tokens:,} tokens, {each}{epochs}{f' ({note})' if note else ''}",
+        f"run: {count_of(length.steps, 'step')}, {length.tokens:,} tokens, {each}{epochs}{remark}",
         f"time: about {counted}; {rest}, compiling and saves are not counted",
     ]
     if length.dollars is not None:
