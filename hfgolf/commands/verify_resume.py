@@ -259,6 +259,7 @@ class Session:
         self.log = trainer.work / f"{name}.log"
         self._pattern = re.compile(trainer.pattern)
         self._heard_at, self._unread = time.perf_counter(), ""
+        self._seen: set[psutil.Process] = set()
         paths = os.pathsep.join(filter(None, (str(trainer.work), os.environ.get("PYTHONPATH"))))
         with self.log.open("wb") as output:
             self._process = psutil.Popen(
@@ -349,11 +350,12 @@ class Session:
             logger.info("%s\n", "\n".join(errors or lines[-15:]))
             raise UserError(f"the {self.log.stem} run failed with status {status}; see its log, {self.log}.")
 
-    def _processes(self) -> list[psutil.Process]:
+    def _processes(self) -> set[psutil.Process]:
+        """Return the processes of the session, also those seen earlier, whose parent may have ended before them."""
         # not the process group: torchrun gives each of its processes its own
         with contextlib.suppress(psutil.NoSuchProcess):
-            return [self._process, *self._process.children(recursive=True)]
-        return []
+            self._seen |= {self._process, *self._process.children(recursive=True)}
+        return self._seen
 
 
 def run_with_faults(trainer: Trainer, straight: Session, plan: KillPlan) -> list[Session]:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 
 from hfgolf.commands import verify_resume as verify_resume_module
 from hfgolf.commands.evidence import diff_runs, diff_table, evidence, relative_difference, verdict
-from hfgolf.commands.verify_resume import FAULTS, PATTERN, KillPlan, own_trainer, verify_resume
+from hfgolf.commands.verify_resume import FAULTS, PATTERN, KillPlan, Session, Trainer, own_trainer, verify_resume
 from hfgolf.config.parse import load_config
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
@@ -291,6 +291,18 @@ def test_another_trainer_is_judged_by_its_log_and_its_files(tmp_path, run_script
         assert [path.name for path in tmp_path.iterdir()] == ["trainer.py"]
     else:
         assert sorted(path.name for path in next(tmp_path.glob("verify_resume-*")).glob("*/")) == ["killed", "straight"]
+
+
+def test_a_process_that_outlives_its_parent_is_killed_too(tmp_path):
+    """Otherwise it would write to the folder of the next session: a shell ends at SIGTERM, a trainer may save first."""
+    deaf = "import signal, time; signal.signal(15, signal.SIG_IGN); print('step 1: loss 2'); time.sleep(600)"
+    command = ["sh", "-c", f'{sys.executable} -uc "{deaf}"; true']
+    trainer = Trainer(command, tmp_path / "run", tmp_path, lambda folder: {})
+    with Session(trainer, command, "straight") as session:
+        assert session.wait(lambda: session.last_step == 1)
+        child = next(one for one in psutil.Process().children(recursive=True) if "-uc" in one.cmdline())
+        session.strike("SIGTERM", 1.0)
+        assert not child.is_running()
 
 
 def test_a_trainer_that_cannot_resume_is_one_line(tmp_path, run_script):
