@@ -150,9 +150,10 @@ def _answer(talk: Talk, line: str, settings: dict[str, Any], is_terminal: bool) 
     def write(piece: str) -> None:
         print(shown(piece) if sys.stdout.isatty() else piece, end="", flush=True)
 
-    line = read_utf8("this line", line)
-    if is_terminal and not talk.is_chat:
-        write(line)
+    if is_terminal:  # which decodes what is typed as its locale says
+        line = read_utf8("this line", line)
+        if not talk.is_chat:
+            write(line)
     started_at = time.perf_counter()
     stream = talk.answer(line, write, settings)
     seconds = time.perf_counter() - started_at

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -86,6 +87,13 @@ def test_settings_change_on_the_fly(save, chat):
 def test_a_line_that_has_no_answer_ends_a_pipe_in_one_line(save, chat, text, says):
     status, _, error = chat(save(), text)
     assert (status, error) == (2, f"error: {says}\n")
+
+
+def test_a_pipe_is_in_utf_8_also_where_the_terminal_is_not(save, chat, monkeypatch):
+    folder = save()
+    answered = chat(folder, "ä\n".encode())
+    monkeypatch.setattr("hfgolf.commands.options.os", SimpleNamespace(fsencode=lambda text: text.encode("ascii")))
+    assert chat(folder, "ä\n".encode()) == answered and answered[0] == 0
 
 
 def test_a_text_may_begin_with_a_slash(save, chat):
