@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -73,23 +72,6 @@ def test_profile_of_a_run_is_complete(scratch, tmp_path):
         straight.state.step += 1
     assert all(map(torch.equal, run.raw_model.parameters(), straight.raw_model.parameters()))
     assert attributes(run) == before and run.batches is batches
-
-
-@pytest.mark.slow
-def test_slow_data_iterator_is_the_bottleneck(scratch, tmp_path):
-    run = scratch()
-
-    def slowly(batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            time.sleep(0.1)
-            yield batch
-
-    run.batches = slowly(run.batches)
-    record, _ = profile_run(run, STEPS, tmp_path / "trace.json.gz")
-    assert record["shares"]["data"] > DATA_BOUND
-    assert record["sentence"].startswith("The step waits for data")
-    kinds = record["kinds"]
-    assert sum(kinds.values()) == pytest.approx(1) and kinds["rest"] < 0.5  # waiting is no computing
 
 
 def test_compiled_model_has_the_kinds_of_uncompiled_steps(scratch, tmp_path):
