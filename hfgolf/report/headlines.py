@@ -79,7 +79,7 @@ def basis(run: RunRecord) -> list[str]:
         return [f"The validation figures are of step {last['step']:,}, on {extent}."] if last else []
     weights = "averaged weights" if run.summary.get("weights") == "ema" else "weights"
     step = run.summary.get("step")
-    share = run.summary.get("val_share_read", 1.0)  # earlier versions read all
+    share = run.summary.get("val_share_read") or 1.0  # earlier versions read all
     extent = f"all {behind[0]:,}" if share == 1 else f"the first {behind[0]:,}"
     part = "" if share == 1 else f", {share:.0%} of them; train.final_eval_tokens says how many"
     said = [

@@ -217,7 +217,7 @@ def _samples(run: RunRecord) -> list[dict[str, Any]]:
     losses = {row["step"]: f"{row['val_loss']:.4f}" for row in run.metrics.rows if row.get("val_loss")}
     said = []
     for sample in samples:
-        text, prompt = str(sample["text"]), str(run.config.get("train.sample_prompt") or "")
+        text, prompt = sample["text"], str(run.config.get("train.sample_prompt") or "")
         prompt = prompt if text.startswith(prompt) else ""
         written = {"prompt": prompt, "text": text.removeprefix(prompt)}
         said.append({"step": sample["step"], **written, "loss": losses.get(sample["step"])})

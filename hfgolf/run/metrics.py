@@ -239,8 +239,8 @@ def _is_event(event: dict[str, Any]) -> bool:
     kind = event["event"]
     if not isinstance(kind, str):
         return False
-    if kind == "finding":
-        return isinstance(event.get("symptom"), str)
+    if kind in ("finding", "sample"):
+        return isinstance(event.get("symptom" if kind == "finding" else "text"), str)
     if kind == "init_from":
         return all(is_number(value) for key, value in event.items() if "val_" in key)
     if "block_starts" in event:

@@ -170,7 +170,7 @@ def status(run: RunRecord) -> str:
         last = stopped[-1]  # its step has no row if the signal interrupted the evaluation
         return f"Stopped by {last.get('signal', 'a signal')} at step {last['step']:,}; it can be resumed."
     at = run.last.get("logged_at")
-    when = f" of {minute(at)}" if at is not None and at < _YEAR_9999 else ""
+    when = f" of {minute(at)}" if at is not None and 0 <= at < _YEAR_9999 else ""
     return f"Not complete: still running, or it failed after its last row{when}, step {step}."
 
 
