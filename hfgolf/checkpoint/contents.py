@@ -44,6 +44,7 @@ from accelerate.utils.constants import OPTIMIZER_NAME, RNG_STATE_NAME, SCALER_NA
 from accelerate.utils.constants import SAFE_WEIGHTS_NAME as WEIGHTS_NAME
 from safetensors.torch import load_file, load_model
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_with_path
 from torch.utils.serialization import config
 from transformers import PreTrainedModel
 
@@ -100,7 +101,7 @@ class Checkpointer:
 
     def __post_init__(self) -> None:
         self._is_sharded = self.accelerator.distributed_type == DistributedType.FSDP
-        self._copies: dict[tuple[str, ...], Tensor] = {}
+        self._copies: dict[tuple[Any, ...], Tensor] = {}
         """Pinned host copies of a GPU's tensors, reused by each save."""
         self._tensors_released = Event()
         """Set unless a save still reads the tensors that the next update changes."""
@@ -164,15 +165,17 @@ class Checkpointer:
         self.wait()
         accelerator = self.accelerator
         own = checkpoint / f"{RNG_STATE_NAME}_{accelerator.process_index}.pkl"
+        is_new_rank = not own.exists()
+        if is_new_rank and accelerator.num_processes == read_manifest(checkpoint)["processes"]:
+            raise UserError(f"train.resume: {own} is missing; choose an earlier checkpoint.")
         rates = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         try:
             if self._is_sharded or (checkpoint / OPTIMIZER_FOLDER).is_dir():
                 self._load_sharded(checkpoint)
             else:
                 accelerator.load_state(str(checkpoint), map_location="cpu")
-            states = load(own) if own.exists() else None
-            if states is not None:
-                _check_random_states(states, own, accelerator.device)
+            if not is_new_rank:
+                _check_random_states(load(own), own, accelerator.device)
             self.state.load_state_dict(json.loads((checkpoint / STATE_NAME).read_text()))
             if isinstance(self.model, GolfForCausalLM):
                 self.model.config.loop_active = self.state.loop_active
@@ -197,9 +200,7 @@ class Checkpointer:
         if accelerator.is_main_process:
             make_latest(self.folder, checkpoint)
         accelerator.step = 0  # accelerate counts micro-batches, and a step may now have a different number of them
-        if states is None and accelerator.num_processes == read_manifest(checkpoint)["processes"]:
-            raise UserError(f"train.resume: {own} is missing; choose an earlier checkpoint.")
-        if states is None:  # a new rank: its dropout must differ from that of the others
+        if is_new_rank:  # its dropout must differ from that of the others
             torch.manual_seed(hash((self.state.step, accelerator.process_index)))
 
     def _load_weights(self, models: list[Any], folder: str) -> None:
@@ -302,22 +303,18 @@ class Checkpointer:
         if not self._copies and free_memory_bytes(torch.device("cpu")) < 2 * num_bytes:
             return None
         try:
-            return self._copy(contents)
+            return dict(tree_map_with_path(self._copy, contents))
         except RuntimeError:  # torch could not pin the memory
             self._copies.clear()
             return None
 
-    def _copy(self, tree: Any, path: tuple[str, ...] = ()) -> Any:
-        if isinstance(tree, dict):
-            return {key: self._copy(value, (*path, str(key))) for key, value in tree.items()}
-        if isinstance(tree, list | tuple):
-            return type(tree)(self._copy(value, (*path, str(i))) for i, value in enumerate(tree))
-        if not isinstance(tree, Tensor):
-            return tree
+    def _copy(self, path: tuple[Any, ...], leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
         copy = self._copies.get(path)
-        if copy is None or copy.shape != tree.shape or copy.dtype != tree.dtype:
-            copy = self._copies[path] = torch.empty(tree.shape, dtype=tree.dtype, pin_memory=True)
-        return copy.copy_(tree, non_blocking=True)
+        if copy is None or copy.shape != leaf.shape or copy.dtype != leaf.dtype:
+            copy = self._copies[path] = torch.empty(leaf.shape, dtype=leaf.dtype, pin_memory=True)
+        return copy.copy_(leaf, non_blocking=True)
 
     def _commit(
         self, step: int, write: Callable[[Path], dict[str, Any]], is_best: bool, before_commit: Callable[[], None]

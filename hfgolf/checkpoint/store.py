@@ -271,7 +271,7 @@ def find_checkpoint(folder: Path, which: str) -> Path | None:
         return next(iter(newest_first(folder)), None)
     if which == "best":
         return best_checkpoint(folder)
-    return Path(which)
+    return Path(os.path.expanduser(which))
 
 
 def newest_first(folder: Path) -> list[Path]:

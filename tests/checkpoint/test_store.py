@@ -227,11 +227,12 @@ def test_named_checkpoint_is_never_replaced_by_another(tmp_path, which):
     assert (tmp_path / "latest").resolve() == tmp_path / "step-000006"
 
 
-def test_abandoned_checkpoint_can_be_resumed(tmp_path):
+def test_abandoned_checkpoint_can_be_resumed(tmp_path, monkeypatch):
     """A later checkpoint of that step is set aside under another name, without overwriting it."""
     set_aside(commit(tmp_path, 6, "first"))
     commit(tmp_path, 6, "second")
-    chosen = choose(tmp_path, str(tmp_path / "abandoned-step-000006"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    chosen = choose(tmp_path, "~/abandoned-step-000006")
     assert chosen is not None and (chosen / "model").read_text() == "first"
     assert (tmp_path / "abandoned-step-000006-2" / "model").read_text() == "second"
 
@@ -392,16 +393,17 @@ def test_wrong_file_content_is_one_line(copied_run, tiny_run):
 def test_checkpoint_of_another_tokenizer_or_without_random_state_is_rejected(run, tiny_run, copied_run):
     """With a matching manifest."""
     checkpoint = copied_run() / "checkpoints" / "step-000006"
-    whole = json.loads((checkpoint / "run.json").read_text())
-    (checkpoint / "run.json").write_text(json.dumps(whole | {"tokenizer_sha256": "0" * 64}))
+    identity = json.loads((checkpoint / "run.json").read_text())
+    (checkpoint / "run.json").write_text(json.dumps(identity | {"tokenizer_sha256": "0" * 64}))
     rewrite_manifest(checkpoint)
     with pytest.raises(UserError, match=r"^train.resume: step-000006 was trained with another tokenizer"):
         run(tiny_run(train__resume="latest"))
-    (checkpoint / "run.json").write_text(json.dumps(whole))
-    (checkpoint / "random_states_0.pkl").unlink()
-    rewrite_manifest(checkpoint)
+    earlier = checkpoint.with_name("step-000003")
+    (earlier / "random_states_0.pkl").unlink()
+    rewrite_manifest(earlier)
     with pytest.raises(UserError, match=r"random_states_0.pkl is missing; choose an earlier checkpoint"):
-        run(tiny_run(train__resume="latest"))
+        run(tiny_run(train__resume=earlier))
+    assert checkpoint.is_dir(), "it was not set aside for a checkpoint that is refused"
 
 
 def test_best_follows_the_run_back(copied_run, tiny_run, reset_accelerate):
