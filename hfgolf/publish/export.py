@@ -38,13 +38,17 @@ def export_model(
     """
     partial = folder.with_name(f".partial-{folder.name}")
     shutil.rmtree(partial, ignore_errors=True)
-    model.save_pretrained(partial)  # also copies the modeling files, because of their _auto_class
-    for weights in partial.glob("*.safetensors"):
-        shutil.copymode(partial / "config.json", weights)  # safetensors makes files that only their owner can read
-    _save_all_but_weights(model, tokenizer, partial)
-    (partial / "README.md").write_text(card, encoding="utf-8")
-    for picture in pictures:
-        shutil.copyfile(picture, partial / picture.name)
+    try:
+        model.save_pretrained(partial)  # also copies the modeling files, because of their _auto_class
+        for weights in partial.glob("*.safetensors"):
+            shutil.copymode(partial / "config.json", weights)  # safetensors makes files that only their owner can read
+        _save_all_but_weights(model, tokenizer, partial)
+        (partial / "README.md").write_text(card, encoding="utf-8")
+        for picture in pictures:
+            shutil.copyfile(picture, partial / picture.name)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
+        raise
     replace_folder(partial, folder)
 
 

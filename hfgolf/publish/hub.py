@@ -205,17 +205,16 @@ class HubPusher:
 
     def push_now(self, folder: Path, message: str) -> None:
         """Wait for the running pushes, then push and wait for that, each up to its time limit."""
-        if self._running:
-            self._running.join()
-        self._start(folder, message)
+        last = self._start(folder, message)
         try:
-            if self._running:
-                self._running.join()
-        except BaseException:  # a signal; it does not end the process that pushes
-            logger.warning("hub: the push continues in the background; to repeat it: %s", self._retry_command(folder))
+            last.join()
+        except BaseException:  # a signal; it does not end a process that pushes
+            logger.warning("hub: not waiting for the push; to repeat it: %s", self._retry_command(folder))
             raise
 
-    def _start(self, folder: Path, message: str, *, delete_after: bool = False, branch: str | None = None) -> None:
+    def _start(
+        self, folder: Path, message: str, *, delete_after: bool = False, branch: str | None = None
+    ) -> threading.Thread:
         before = self._running
 
         def work() -> None:
@@ -226,21 +225,24 @@ class HubPusher:
         # a daemon thread, so that the end of the run does not wait for it
         self._running = threading.Thread(target=work, daemon=True)
         self._running.start()
+        return self._running
 
     def _push(self, folder: Path, message: str, delete_after: bool, branch: str | None) -> None:
-        num_bytes = sum(path.stat().st_size for path in folder.iterdir())
-        seconds = int(PUSH_TIMEOUT_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND)
-        job = json.dumps([seconds, str(folder), self._repo_id, self._private, message, self._format, branch])
-        command = [sys.executable, "-m", "hfgolf.publish.hub", job]
         package = Path(__file__).parents[2]
         environment = os.environ | {"PYTHONPATH": f"{package}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
         try:
+            num_bytes = sum(path.stat().st_size for path in folder.iterdir())
+            seconds = int(PUSH_TIMEOUT_SECONDS + num_bytes / _SLOW_BYTES_PER_SECOND)
+            job = json.dumps([seconds, str(folder), self._repo_id, self._private, message, self._format, branch])
+            command = [sys.executable, "-m", "hfgolf.publish.hub", job]
             done = subprocess.run(
                 command, env=environment, capture_output=True, text=True, timeout=seconds, start_new_session=True
             )
             is_pushed, output = done.returncode == 0, (done.stdout if done.returncode == 0 else done.stderr).strip()
         except subprocess.TimeoutExpired:
             is_pushed, output = False, f"it did not finish within {seconds} s."
+        except OSError as error:  # the folder is gone, or there is no room for another process
+            is_pushed, output = False, f"{one_line(error)}."
         if is_pushed:
             if branch:
                 self.pushed = {*self.pushed, branch}

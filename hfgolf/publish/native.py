@@ -259,7 +259,8 @@ def as_trained(model: PreTrainedModel) -> PreTrainedModel:
     except UserError:
         return model
     golf.name_or_path = model.name_or_path
-    return golf if all(getattr(golf.config, key) == value for key, value in made_from.items()) else model
+    is_as_made = all(getattr(golf.config, key, ...) == value for key, value in made_from.items())  # ...: a newer field
+    return golf if is_as_made else model
 
 
 def _from_native(

@@ -77,6 +77,9 @@ def test_second_export_replaces_the_whole_folder(exported):
     (exported / "stale.safetensors").write_bytes(b"of another export")
     export_model(*build_tiny(), exported, before["README.md"].decode())
     assert contents(exported) == before
+    with pytest.raises(FileNotFoundError):  # nor does one that fails halfway leave anything
+        export_model(*build_tiny(), exported, "a card", [exported / "no picture"])
+    assert contents(exported) == before
     assert [path.name for path in exported.parent.iterdir()] == ["model"]
 
 

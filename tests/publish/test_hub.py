@@ -147,10 +147,11 @@ def test_failed_push_in_a_run_is_a_warning(exported, our_hub, caplog):
     pusher = HubPusher("user/name", private=False, format="golf")
     with caplog.at_level(logging.INFO, logger="hfgolf"):
         pusher.push_now(exported, "step 6")
+        pusher.push_now(exported.with_name("deleted"), "step 6")
         our_hub.fail_with = None
         pusher.push_now(exported, "step 7")
     levels = [record.levelname for record in caplog.records]
-    assert levels == ["WARNING", "INFO"], caplog.text
+    assert levels == ["WARNING", "WARNING", "INFO"] and "No such file or directory" in caplog.messages[1], caplog.text
     assert f"--run {exported.parent} --repo user/name" in caplog.text
     assert our_hub.repositories["user/name"].commits == ["step 7"]
 

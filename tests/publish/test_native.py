@@ -204,7 +204,7 @@ def test_a_native_model_that_was_trained_since_stays_what_it_is():
 
 
 @pytest.mark.parametrize(
-    "written", [{"bigram_buckets": 10**9}, {"vocab_size": 10**9}, {"norm_eps": "much"}, "golf", []]
+    "written", [{"bigram_buckets": 10**9}, {"vocab_size": 10**9}, {"norm_eps": "much"}, {"of_tomorrow": 1}, "golf", []]
 )
 def test_what_somebody_wrote_for_golf_into_a_config_is_ignored_if_it_cannot_be(written):
     """Before anything of that size is built."""
