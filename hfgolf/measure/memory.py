@@ -400,16 +400,15 @@ def fragmented_bytes(memory: TrainingMemory) -> int:
 def used_memory_bytes(device: torch.device) -> int:
     """Return this process's peak memory: allocated bytes on a GPU, or resident bytes in RAM for a CPU.
 
-    The resident bytes include Python and torch, as `top` shows them. Outside Linux, returns the current value instead
-    of the peak.
+    The resident bytes include Python and torch, as `top` shows them. Where the system does not say their peak, as
+    outside Linux, returns the current value.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
+        return 1024 * int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
+    except (OSError, IndexError):  # not Linux, or a sandbox that leaves this line out
         return process_memory_bytes()
-    return 1024 * int(status.split("VmHWM:")[1].split()[0])
 
 
 def process_memory_bytes() -> int:

@@ -7,6 +7,7 @@ Imports nothing heavy, so that scripts reject a wrong path at once. Does not kno
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -27,7 +28,7 @@ def find_model(name: str, key: str = "--model", *, is_final: bool = False) -> st
     exported model, because a checkpoint of a run that goes on is another one tomorrow. key: what named it, for error
     messages. Raises UserError if the name is a path without a model.
     """
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))  # not Path's own, which raises for an unknown user
     if (folder / "config.json").is_file():
         return str(folder)
     if folder.is_dir():
@@ -40,7 +41,7 @@ def find_model(name: str, key: str = "--model", *, is_final: bool = False) -> st
 
 def models_here(name: str) -> str:
     """Return the end of a message on a name without a model: what it may mean, else the runs that are here."""
-    folder = Path(name).expanduser()
+    folder = Path(os.path.expanduser(name))
     runs = {path.name: str(path) for path in sorted(Path("runs").glob("*")) if _is_run(path)}
     beside = {
         path.name: str(path)

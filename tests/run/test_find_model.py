@@ -126,6 +126,7 @@ def test_a_checkpoint_that_is_deleted_while_it_loads_is_followed_by_the_newest(s
         ("runs/smal/model", "did you mean runs/small?"),
         ("./smal", "did you mean runs/small?"),
         ("~/nowhere", "runs here: runs/small."),
+        ("~nobody_here/small", "did you mean runs/small?"),
         ("a/b/c", "runs here: runs/small."),
         ("runs/small/config.yaml", "runs here: runs/small."),
         ("two words", "runs here: runs/small."),
