@@ -1,4 +1,4 @@
-"""Helpers for the tests of publish/: a tiny model, its figures, and a push of its export."""
+"""Helpers for the tests of publish/: a tiny model, its figures, and its export."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hub_server import HubServer
 
 from hfgolf.config.sections import RunConfig, TokenizerSection
 from hfgolf.data.tokenizer import find_tokenizer
@@ -57,13 +56,6 @@ def build_tiny(**changes: Any) -> tuple[Any, Any]:
 
 def card_of(config: RunConfig, summary: dict[str, Any]) -> str:
     return model_card(config, summary, build_tiny()[0])
-
-
-def push(python: Any, hub: HubServer | str, exported: Path, *options: str) -> Any:
-    """Run scripts/push_to_hub.py against a Hub, or an endpoint."""
-    script = ROOT / "scripts" / "push_to_hub.py"
-    endpoint = hub if isinstance(hub, str) else hub.endpoint
-    return python(script, "--run", exported.parent, "--repo", "user/name", *options, endpoint=endpoint)
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -104,16 +104,13 @@ def test_newest_reported_checkpoint_is_complete(tmp_path, damage):
     ("damage", "reason"),
     [(truncate, "bytes instead of|not readable"), (remove, "is missing"), (flip_a_bit, "sha256|manifest")],
 )
-def test_damaged_checkpoint_is_named_and_the_previous_one_used(
-    run, copied_run, tiny_run, tmp_path, caplog, damage, reason
-):
-    options = {"optim__ema_decay": 0.9, "model__dropout": 0.1}
-    straight = copied_run(**options)
-    whole = straight / "checkpoints" / "step-000006"
+def test_damaged_checkpoint_is_named_and_the_previous_one_used(shared_run, tmp_path, caplog, damage, reason):
+    checkpoints = shared_run(optim__ema_decay=0.9, model__dropout=0.1) / "checkpoints"
+    whole = checkpoints / "step-000006"
     assert names(whole) == sorted([*STATE_FILES, *BESIDE_WEIGHTS, "manifest.json", "run.json"])
     for name in names(whole):
         folder = tmp_path / name
-        shutil.copytree(straight / "checkpoints", folder, symlinks=True)
+        shutil.copytree(checkpoints, folder, symlinks=True)
         damage(folder / "step-000006" / name)
         caplog.clear()
         assert choose(folder, "latest") == folder / "step-000003"
@@ -123,10 +120,13 @@ def test_damaged_checkpoint_is_named_and_the_previous_one_used(
         assert any(part in line for part in reason.split("|")), line
         assert (folder / "abandoned-step-000006").is_dir() and not (folder / "step-000006").exists()
 
-    (straight / "checkpoints").rename(straight / "kept")
-    shutil.copytree(straight / "kept", straight / "checkpoints", symlinks=True)
+
+def test_a_run_repeats_the_steps_of_a_damaged_checkpoint_from_the_one_before(run, copied_run, tiny_run):
+    options = {"optim__ema_decay": 0.9, "model__dropout": 0.1}
+    straight = copied_run(**options)
+    shutil.copytree(straight / "checkpoints", straight / "kept", symlinks=True)
     before = losses(straight)
-    damage(straight / "checkpoints" / "step-000006" / "optimizer.bin")
+    flip_a_bit(straight / "checkpoints" / "step-000006" / "optimizer.bin")
     run(tiny_run(**options, train__resume="latest"))
     assert losses(straight) == before
     assert differences(straight / "checkpoints" / "step-000006", straight / "kept" / "step-000006") == []

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from hub_server import TOKEN, HubServer, serving
+from hub_server import TOKEN, HubServer, serving_here
 from tiny_export import SUMMARY, build_tiny, card_of
 
 from hfgolf.config.sections import DataSection, RunConfig
@@ -38,9 +40,15 @@ def exported(original_export: Path, tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def hub() -> Iterator[HubServer]:
-    with serving() as server:
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with serving_here(monkeypatch) as server:
         yield server
+
+
+@pytest.fixture
+def push(run_script: Callable[..., Any], exported: Path) -> Callable[..., Any]:
+    """Return a function that pushes the exported model with the script, to user/name."""
+    return functools.partial(run_script, "push_to_hub.py", "--run", exported.parent, "--repo", "user/name")
 
 
 @pytest.fixture

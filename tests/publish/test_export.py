@@ -8,7 +8,7 @@ import stat
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_export import build_tiny, contents, push
+from tiny_export import build_tiny, contents
 from transformers import AutoTokenizer
 
 from hfgolf.evaluate.sample import generate_text
@@ -39,12 +39,12 @@ print(json.dumps({"greedy": greedy, "num_default": len(default), "text": text}))
 
 
 @pytest.mark.slow
-def test_exported_model_works_without_hfgolf(exported, hub, python, tmp_path):
+def test_exported_model_works_without_hfgolf(exported, hub, push, python, tmp_path):
     """Logits, tokenizer and pipeline equal ours, from the Hub after a push, byte for byte."""
     model, tokenizer = build_tiny()
     ids = torch.randint(0, 257, (2, 24), generator=torch.Generator().manual_seed(1))
     save_file({"ids": ids}, tmp_path / "ids.safetensors")
-    assert push(python, hub, exported, "--format", "golf").returncode == 0
+    assert push("--format", "golf").status == 0
     outcome = python("-I", "-c", USE, "user/name", tmp_path, endpoint=hub.endpoint)
     assert outcome.returncode == 0, outcome.stderr
     with torch.no_grad():

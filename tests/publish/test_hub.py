@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import yaml
-from hub_server import TOKEN, serving_here
+from hub_server import TOKEN
 from huggingface_hub import (
     EvalResultEntry,
     ModelCard,
@@ -17,7 +18,7 @@ from huggingface_hub import (
     eval_result_entries_to_yaml,
     parse_eval_result_entries,
 )
-from tiny_export import SUMMARY, build_tiny, card_of, contents, push
+from tiny_export import SUMMARY, build_tiny, card_of, contents
 from transformers import AutoModelForCausalLM
 
 from hfgolf.publish import hub as hub_module
@@ -31,15 +32,22 @@ from hfgolf.system.errors import UserError
 
 
 @pytest.fixture
-def our_hub(monkeypatch):
-    with serving_here(monkeypatch) as server:
-        yield server
+def pushes_here(monkeypatch):
+    """Let a HubPusher push in this process; test_failed_push_in_a_run_is_a_warning starts real ones."""
+
+    def run(command, **options):
+        _, folder, *arguments = json.loads(command[-1])
+        try:
+            return subprocess.CompletedProcess(command, 0, push_folder(Path(folder), *arguments), "")
+        except UserError as error:
+            return subprocess.CompletedProcess(command, 2, "", f"error: {error}\n")
+
+    monkeypatch.setattr(hub_module.subprocess, "run", run)
 
 
-def test_push_is_one_complete_commit(exported, hub, python):
-    outcome = push(python, hub, exported, "--format", "golf")
-    assert outcome.returncode == 0, outcome.stderr
-    assert outcome.stdout == f"pushed to {hub.endpoint}/user/name\n"
+def test_push_is_one_complete_commit(exported, hub, push):
+    said = push("--format", "golf")
+    assert said == (0, f"pushed to {hub.endpoint}/user/name\n", said.err) and TOKEN not in said.err, said.err
     repository = hub.repositories["user/name"]
     assert repository.files == contents(exported)
     assert len(repository.commits) == 1
@@ -49,19 +57,19 @@ def test_push_is_one_complete_commit(exported, hub, python):
     assert card.count('from_pretrained("user/name"') == 2 and "runs/tiny" not in card
 
     (exported / "README.md").write_text(f"{card}\nEdited.\n")
-    again = push(python, hub, exported, "--format", "golf", "--message", "second")
-    assert again.returncode == 0, again.stderr
+    again = push("--format", "golf", "--message", "second")
+    assert again.status == 0, again.err
     assert repository.commits == ["Push with hfgolf", "second"]
     assert repository.files == contents(exported)
 
 
-def test_a_push_is_native_by_default_and_needs_no_trust(exported, hub, python):
+def test_a_push_is_native_by_default_and_needs_no_trust(exported, hub, push, python):
     """The repository holds no code, its card loads as it says, and the run folder stays as it is."""
     before = contents(exported)
     (exported / "README.md").write_text(before["README.md"].decode().replace("It continues text", "It continues prose"))
-    outcome = push(python, hub, exported)
-    assert outcome.returncode == 0, outcome.stderr
-    assert outcome.stdout.startswith(f"pushed to {hub.endpoint}/user/name as ApertusForCausalLM, its embedding's norm")
+    said = push()
+    assert said.status == 0, said.err
+    assert said.out.startswith(f"pushed to {hub.endpoint}/user/name as ApertusForCausalLM, its embedding's norm")
     files = hub.repositories["user/name"].files
     assert set(files) == {name for name in before if not name.endswith(".py")}
     assert hub.repositories["user/name"].commits == ["Push with hfgolf"]
@@ -78,88 +86,87 @@ def test_a_push_is_native_by_default_and_needs_no_trust(exported, hub, python):
     assert {name for name in before if before[name] != after[name]} == {"README.md"}
 
 
-def test_a_model_without_a_native_form_is_pushed_as_golf(our_hub, tmp_path, tiny_config):
+def test_a_model_without_a_native_form_is_pushed_as_golf(hub, tmp_path, tiny_config):
     folder = tmp_path / "runs" / "tiny" / "model"
     folder.parent.mkdir(parents=True)
     export_model(*build_tiny(logit_soft_cap=15.0), folder, card_of(tiny_config, SUMMARY))
     with pytest.raises(UserError, match=r"Apertus needs model\.overrides\.logit_soft_cap null"):
         push_folder(folder, "user/name", private=False, message="m", format="native")
-    assert not our_hub.repositories
+    assert not hub.repositories
     said = push_folder(folder, "user/name", private=False, message="m")
     assert " as GolfForCausalLM: no architecture of transformers computes this model." in said and "\n" not in said
-    assert our_hub.repositories["user/name"].files == contents(folder)
+    assert hub.repositories["user/name"].files == contents(folder)
 
 
-def test_a_native_folder_is_pushed_as_it_is_or_as_the_golf_model_that_it_was(exported, our_hub, tmp_path):
+def test_a_native_folder_is_pushed_as_it_is_or_as_the_golf_model_that_it_was(exported, hub, tmp_path):
     native = tmp_path / "runs" / "native" / "model"
     convert_folder(str(exported), native, "native")
-    assert push_folder(native, "user/native", private=False, message="m") == f"{our_hub.endpoint}/user/native"
-    assert our_hub.repositories["user/native"].files == contents(native)
+    assert push_folder(native, "user/native", private=False, message="m") == f"{hub.endpoint}/user/native"
+    assert hub.repositories["user/native"].files == contents(native)
     push_folder(native, "user/golf", private=False, message="m", format="golf")
-    files = our_hub.repositories["user/golf"].files
+    files = hub.repositories["user/golf"].files
     for name, content in contents(exported).items():
         assert name == "README.md" or files[name] == content, name
     assert "trust_remote_code" in files["README.md"].decode()
 
 
 @pytest.mark.slow
-def test_accelerate_estimates_the_memory_of_a_pushed_model(exported, our_hub, python):
+def test_accelerate_estimates_the_memory_of_a_pushed_model(exported, hub, python):
     push_folder(exported, "user/native", private=False, message="m")
     push_folder(exported, "user/golf", private=False, message="m", format="golf")
     estimate = ("-m", "accelerate.commands.accelerate_cli", "estimate-memory")
     for options in (["user/native"], ["user/golf", "--trust_remote_code"]):
-        outcome = python(*estimate, *options, endpoint=our_hub.endpoint)
+        outcome = python(*estimate, *options, endpoint=hub.endpoint)
         assert f"Memory Usage for loading `{options[0]}`" in outcome.stdout, outcome.stderr
 
 
-def test_private_is_sent_and_never_dropped_silently(exported, our_hub):
+def test_private_is_sent_and_never_dropped_silently(exported, hub):
     push_folder(exported, "user/secret", private=True, message="m")
-    assert our_hub.repositories["user/secret"].private
+    assert hub.repositories["user/secret"].private
     push_folder(exported, "user/open", private=False, message="m")
-    before = dict(our_hub.repositories["user/open"].files)
+    before = dict(hub.repositories["user/open"].files)
     (exported / "config.json").write_text("{}")
     with pytest.raises(UserError, match="user/open is already public"):
         push_folder(exported, "user/open", private=True, message="m")
-    assert our_hub.repositories["user/open"].files == before
+    assert hub.repositories["user/open"].files == before
 
 
 @pytest.mark.parametrize(
     ("status", "path"), [(401, "create"), (403, "create"), (500, "create"), (403, "/storage/"), (403, "/commit/")]
 )
-def test_rejection_by_the_hub_is_one_line(exported, our_hub, status, path):
-    our_hub.fail_with, our_hub.failing_path = status, path
+def test_rejection_by_the_hub_is_one_line(exported, hub, status, path):
+    hub.fail_with, hub.failing_path = status, path
     with pytest.raises(UserError, match=r"hub\.repo_id: cannot push to user/name: .*hf auth login") as caught:
         push_folder(exported, "user/name", private=False, message="m")
     assert "\n" not in str(caught.value) and str(status) in str(caught.value)
 
 
-def test_script_exits_with_2_and_one_line(exported, hub, python):
+def test_script_exits_with_2_and_one_line(exported, hub, push, run_script):
     hub.fail_with = 403
-    outcome = push(python, hub, exported, "--format", "golf")
-    assert outcome.returncode == 2
-    assert outcome.stderr.startswith("error: hub.repo_id: cannot push") and outcome.stderr.count("\n") == 1
-    outcome = push(python, hub, exported / "elsewhere")
-    assert outcome.returncode == 2 and outcome.stderr.count("\n") == 1 and "no exported model" in outcome.stderr
+    said = push("--format", "golf")
+    assert said.status == 2 and said.err.startswith("error: hub.repo_id: cannot push") and said.err.count("\n") == 1
+    said = run_script("push_to_hub.py", "--run", exported, "--repo", "user/name")
+    assert said.status == 2 and said.err.count("\n") == 1 and "no exported model" in said.err
 
 
-def test_failed_push_in_a_run_is_a_warning(exported, our_hub, caplog):
-    our_hub.fail_with = 500
+def test_failed_push_in_a_run_is_a_warning(exported, hub, caplog):
+    hub.fail_with = 500
     pusher = HubPusher("user/name", private=False, format="golf")
     with caplog.at_level(logging.INFO, logger="hfgolf"):
         pusher.push_now(exported, "step 6")
         pusher.push_now(exported.with_name("deleted"), "step 6")
-        our_hub.fail_with = None
+        hub.fail_with = None
         pusher.push_now(exported, "step 7")
     levels = [record.levelname for record in caplog.records]
     assert levels == ["WARNING", "WARNING", "INFO"] and "No such file or directory" in caplog.messages[1], caplog.text
     assert f"--run {exported.parent} --repo user/name" in caplog.text
-    assert our_hub.repositories["user/name"].commits == ["step 7"]
+    assert hub.repositories["user/name"].commits == ["step 7"]
 
 
-def test_pushes_never_overlap(exported, our_hub, caplog):
+def test_pushes_never_overlap(exported, hub, pushes_here, caplog):
     """While it runs, the next push is skipped, a new export may replace the folder, and the last push waits for it."""
     before = contents(exported)
-    our_hub.never_answers = True
+    hub.never_answers = True
     pusher = HubPusher("user/name", private=False, format="golf")
     with caplog.at_level(logging.INFO, logger="hfgolf"):
         pusher.push_later(exported, "first")
@@ -167,17 +174,17 @@ def test_pushes_never_overlap(exported, our_hub, caplog):
         shutil.copytree(exported.with_name(".pushing-model"), exported)
         (exported / "config.json").write_text("{}")
         pusher.push_later(exported, "second")
-        our_hub.released.set()
+        hub.released.set()
         pusher.push_now(exported, "last")
-    repository = our_hub.repositories["user/name"]
+    repository = hub.repositories["user/name"]
     assert repository.commits == ["first", "last"], caplog.text
     assert repository.files["config.json"] == b"{}" != before["config.json"]
     assert list(exported.parent.iterdir()) == [exported]
 
 
 @pytest.mark.slow
-def test_silent_hub_times_out(exported, our_hub, monkeypatch, caplog):
-    our_hub.never_answers = True
+def test_silent_hub_times_out(exported, hub, monkeypatch, caplog):
+    hub.never_answers = True
     monkeypatch.setattr(hub_module, "PUSH_TIMEOUT_SECONDS", 2)
     pusher = HubPusher("user/name", private=False, format="golf")
     pusher.push_now(exported, "step 6")
@@ -188,7 +195,7 @@ def test_silent_hub_times_out(exported, our_hub, monkeypatch, caplog):
         push_folder(exported, "user/name", private=False, message="m")
 
 
-def test_only_exported_files_are_pushed(exported, our_hub, tmp_path, caplog):
+def test_only_exported_files_are_pushed(exported, hub, tmp_path, caplog):
     before = set(contents(exported))
     (exported / ".env").write_text("HF_TOKEN=secret")
     (exported / "notes.json").write_text("{}")
@@ -196,7 +203,7 @@ def test_only_exported_files_are_pushed(exported, our_hub, tmp_path, caplog):
         (exported / name).write_bytes(b"of another model")
     (exported / "checkpoints").mkdir()
     push_folder(exported, "user/name", private=False, message="m", format="golf")
-    assert set(our_hub.repositories["user/name"].files) == before
+    assert set(hub.repositories["user/name"].files) == before
     assert caplog.messages == [
         "hub: not pushed, because an export does not write it: '.env', 'checkpoints',"
         " 'model-00001-of-00002.safetensors', 'model-secret.safetensors', 'model.safetensors.bak', 'notes.json'"
@@ -205,17 +212,17 @@ def test_only_exported_files_are_pushed(exported, our_hub, tmp_path, caplog):
     (exported / "vocab.json").symlink_to(tmp_path / "private")
     with pytest.raises(UserError, match=r"vocab.json is not a file that an export wrote, so nothing was pushed"):
         push_folder(exported, "user/other", private=False, message="m")
-    assert "user/other" not in our_hub.repositories
+    assert "user/other" not in hub.repositories
 
 
-def test_a_branch_and_a_tag_load_by_their_names(exported, our_hub, run_script, tmp_path):
+def test_a_branch_and_a_tag_load_by_their_names(exported, hub, run_script, tmp_path):
     """The branch holds only what was pushed to it, and its card says what it loads; main stays as it is."""
     assert run_script("push_to_hub.py", "--run", exported.parent, "--repo", "user/name", "--format=golf").status == 0
-    main = dict(our_hub.repositories["user/name"].files)
+    main = dict(hub.repositories["user/name"].files)
     how = ["--model", exported, "--repo", "user/name", "--revision", "chck_1M", "--tag", "v1"]
     said = run_script("push_to_hub.py", *how)
-    assert said.out.startswith(f"pushed to {our_hub.endpoint}/user/name/tree/chck_1M as Apertus"), said.err
-    repository = our_hub.repositories["user/name"]
+    assert said.out.startswith(f"pushed to {hub.endpoint}/user/name/tree/chck_1M as Apertus"), said.err
+    repository = hub.repositories["user/name"]
     assert repository.files == main and repository.branches.keys() == {"chck_1M"}
     branch = repository.branches["chck_1M"]
     assert branch.files.keys() == {name for name in main if not name.endswith(".py")}
@@ -235,13 +242,13 @@ def test_a_branch_and_a_tag_load_by_their_names(exported, our_hub, run_script, t
     assert card.count('from_pretrained("user/other"') == 2 and "revision=" not in card
 
 
-def test_a_gguf_file_has_a_repository_whose_card_names_the_model(our_hub, run_script, tmp_path):
+def test_a_gguf_file_has_a_repository_whose_card_names_the_model(hub, run_script, tmp_path):
     file = tmp_path / "small-q8_0.gguf"
     file.write_bytes(b"GGUF and the rest")
     how = ["--model", file, "--repo", "user/small-gguf", "--base_model", "user/small"]
     said = run_script("push_to_hub.py", *how)
-    assert (said.status, said.out) == (0, f"pushed to {our_hub.endpoint}/user/small-gguf\n"), said.err
-    files = our_hub.repositories["user/small-gguf"].files
+    assert (said.status, said.out) == (0, f"pushed to {hub.endpoint}/user/small-gguf\n"), said.err
+    files = hub.repositories["user/small-gguf"].files
     assert files.keys() == {"README.md", file.name} and files[file.name] == file.read_bytes()
     card = ModelCard(files["README.md"].decode())
     card.validate()
@@ -254,7 +261,7 @@ def test_a_gguf_file_has_a_repository_whose_card_names_the_model(our_hub, run_sc
     assert refused.status == 2 and refused.err.startswith("error: --base_model: only a GGUF file has it;")
 
 
-def test_the_hub_accepts_every_card(exported, our_hub, tiny_config):
+def test_the_hub_accepts_every_card(exported, hub, tiny_config):
     """Also of a model that began with another one, and with results of tasks; the client writes the same metadata."""
     origin = {"init_from": {"name": "user/small", "revision": "1f2e", "sha256": "0123456789abcdef" * 4}}
     (exported / "README.md").write_text(
@@ -270,7 +277,7 @@ def test_the_hub_accepts_every_card(exported, our_hub, tiny_config):
         card.validate()
 
 
-def test_results_on_benchmarks_are_pushed_with_a_model_in_any_form(exported, our_hub, caplog):
+def test_results_on_benchmarks_are_pushed_with_a_model_in_any_form(exported, hub, caplog):
     results = exported / ".eval_results"
     results.mkdir()
     entry = EvalResultEntry(dataset_id="openai/gsm8k", task_id="gsm8k", value=0.25, notes="5-shot")
@@ -279,7 +286,7 @@ def test_results_on_benchmarks_are_pushed_with_a_model_in_any_form(exported, our
     (results / "notes.txt").write_text("mine")
     for form in ("golf", "native"):
         push_folder(exported, f"user/{form}", private=False, message="m", format=form)
-        files = our_hub.repositories[f"user/{form}"].files
+        files = hub.repositories[f"user/{form}"].files
         assert {name for name in files if "/" in name} == {".eval_results/gsm8k.yaml"}
         assert parse_eval_result_entries(yaml.safe_load(files[".eval_results/gsm8k.yaml"])) == [entry]
     assert not caplog.messages
@@ -289,18 +296,18 @@ def test_results_on_benchmarks_are_pushed_with_a_model_in_any_form(exported, our
         push_folder(exported, "user/other", private=False, message="m")
 
 
-def test_pushes_to_branches_wait_for_each_other_and_none_is_skipped(exported, our_hub, caplog):
-    our_hub.never_answers = True
+def test_pushes_to_branches_wait_for_each_other_and_none_is_skipped(exported, hub, pushes_here, caplog):
+    hub.never_answers = True
     pusher = HubPusher("user/name", private=False, format="golf")
     with caplog.at_level(logging.INFO, logger="hfgolf"):
         for name in ("chck_1M", "chck_2M"):
             pusher.push_branch(Path(shutil.copytree(exported, exported.with_name(name))), name)
-        our_hub.released.set()
+        hub.released.set()
         pusher.push_now(exported, "last")
-    repository = our_hub.repositories["user/name"]
+    repository = hub.repositories["user/name"]
     assert repository.commits == ["last"] and pusher.pushed == {"chck_1M", "chck_2M"}, caplog.text
     assert [repository.branches[name].commits for name in ("chck_1M", "chck_2M")] == [["chck_1M"], ["chck_2M"]]
-    our_hub.fail_with = 500
+    hub.fail_with = 500
     pusher.push_branch(exported.with_name("chck_2M"), "again")
     assert pusher._running is not None
     pusher._running.join()
@@ -339,11 +346,11 @@ def test_parts_of_weights_are_pushed_as_the_index_names_them(tmp_path):
 
 
 @pytest.mark.slow
-def test_run_pushes_during_training_and_at_the_end(tiny_run, our_hub, run_script, tmp_path):
+def test_run_pushes_during_training_and_at_the_end(tiny_run, hub, run_script, tmp_path):
     options = {"hub.push": "true", "hub.repo_id": "user/trained", "hub.every_steps": 3}
     status, said, error = run_script("train.py", *tiny_run(**options))
     assert status == 0 and TOKEN not in said + error, said + error
-    repository = our_hub.repositories["user/trained"]
+    repository = hub.repositories["user/trained"]
     assert repository.commits[0] == "step 3" and "validation loss" in repository.commits[-1]
     exported = contents(tmp_path / "runs" / "tiny" / "model")
     assert set(repository.files) == {name for name in exported if not name.endswith(".py")}, "native by default"
@@ -353,16 +360,16 @@ def test_run_pushes_during_training_and_at_the_end(tiny_run, our_hub, run_script
 
 @pytest.mark.slow
 def test_a_run_pushes_milestones_to_branches_also_what_an_earlier_session_did_not(
-    tiny_run, our_hub, run_script, tmp_path
+    tiny_run, hub, pushes_here, run_script, tmp_path
 ):
     options = {"hub.push": "true", "hub.repo_id": "user/trained", "train.milestones": "[0.5k, 1k]"}
-    our_hub.failing_path, our_hub.fail_with = "/branch/", 500
+    hub.failing_path, hub.fail_with = "/branch/", 500
     assert run_script("train.py", *tiny_run(**options, train__max_steps=3)).status == 0
-    assert not our_hub.repositories["user/trained"].branches
-    our_hub.fail_with = None
+    assert not hub.repositories["user/trained"].branches
+    hub.fail_with = None
     more = {"train.resume": "latest", "train.max_steps": 5}
     assert run_script("train.py", *tiny_run(**options, **more)).status == 0
-    repository = our_hub.repositories["user/trained"]
+    repository = hub.repositories["user/trained"]
     assert {name: branch.commits for name, branch in repository.branches.items()} == {
         "chck_0.5k_tokens": ["chck_0.5k_tokens, exported before"],
         "chck_1k_tokens": ["chck_1k_tokens: step 4, 1,024 tokens"],
