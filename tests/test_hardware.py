@@ -38,9 +38,30 @@ def test_free_cgroup_memory_respects_every_limit(groups, free, tmp_path):
     assert free_cgroup_bytes(tmp_path / "nowhere", tmp_path / "tree") == math.inf
 
 
-def test_free_memory_respects_the_container(monkeypatch):
+@pytest.mark.parametrize(
+    ("groups", "cores"),
+    [
+        ({"user/run": "max 100000", "user": "150000 100000", "": "max 100000"}, 1.5),
+        ({"user/run": "400000 100000", "user": "800000 100000"}, 4.0),
+        ({"user/run": "max 100000"}, math.inf),
+    ],
+)
+def test_cores_respect_every_quota(groups, cores, tmp_path):
+    (tmp_path / "cgroup").write_text("0::/user/run\n")
+    (tmp_path / "tree" / "user" / "run").mkdir(parents=True)
+    for name, quota in groups.items():
+        (tmp_path / "tree" / name / "cpu.max").write_text(f"{quota}\n")
+    assert hardware.cgroup_cores(tmp_path / "cgroup", tmp_path / "tree") == cores
+    assert hardware.cgroup_cores(tmp_path / "nowhere", tmp_path / "tree") == math.inf
+
+
+def test_free_memory_and_cores_are_those_of_the_container(monkeypatch):
     monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 12345.0)
     assert hardware.free_memory_bytes(torch.device("cpu")) == 12345
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: set(range(64)))
+    for allowed, cores in ((math.inf, 64), (1.5, 2)):
+        monkeypatch.setattr(hardware, "cgroup_cores", lambda allowed=allowed: allowed)
+        assert hardware.cpu_cores() == cores
 
 
 @pytest.mark.parametrize(

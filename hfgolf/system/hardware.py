@@ -12,6 +12,7 @@ import platform
 import re
 import shutil
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,28 +37,46 @@ def total_memory_bytes(device: torch.device) -> int:
 def free_cgroup_bytes(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
     """Return the bytes that this process's control groups still allow it; infinity if none sets a limit.
 
-    For each group and its parents, that is the limit minus the usage. The file cache does not count as used, because
-    the kernel can reclaim it. Only version 2 (docs.kernel.org/admin-guide/cgroup-v2). In a container, the path is often
-    the host's, and the container's own group is the root.
+    For each group, that is the limit minus the usage. The file cache does not count as used, because the kernel can
+    reclaim it.
     """
-    try:
-        lines = process.read_text().splitlines()
-    except OSError:  # not Linux
-        return math.inf
     free = math.inf
-    for own in (root / line.removeprefix("0::").lstrip("/") for line in lines if line.startswith("0::")):
-        for folder in (own, *(parent for parent in own.parents if parent == root or root in parent.parents)):
-            with suppress(OSError, ValueError):  # no such group here, or "max": no limit
-                max_bytes = int((folder / "memory.max").read_text())
-                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                used_bytes = int((folder / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
-                free = min(free, max(0, max_bytes - used_bytes))
+    for group in _control_groups(process, root):
+        with suppress(OSError, ValueError):  # no such group here, or "max": no limit
+            max_bytes = int((group / "memory.max").read_text())
+            statistics = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+            used_bytes = int((group / "memory.current").read_text()) - int(statistics.get("inactive_file", 0))
+            free = min(free, max(0, max_bytes - used_bytes))
     return free
 
 
 def cpu_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return the number of cores that this process may use, by its affinity and by its control groups."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return math.ceil(min(cores, cgroup_cores()))
+
+
+def cgroup_cores(process: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float:
+    """Return how many cores' time this process's control groups allow it; infinity if none sets a limit."""
+    cores = math.inf
+    for group in _control_groups(process, root):
+        with suppress(OSError, ValueError):  # no such group here, or "max": no limit
+            quota, period = (group / "cpu.max").read_text().split()
+            cores = min(cores, int(quota) / int(period))
+    return cores
+
+
+def _control_groups(process: Path, root: Path) -> Iterator[Path]:
+    """Yield the folder of a process's control group, and of each parent.
+
+    Only version 2 (docs.kernel.org/admin-guide/cgroup-v2). In a container, the path is often the host's, and the
+    container's own group is the root.
+    """
+    with suppress(OSError):  # not Linux
+        for line in process.read_text().splitlines():
+            if line.startswith("0::"):
+                own = root / line.removeprefix("0::").lstrip("/")
+                yield from (folder for folder in (own, *own.parents) if folder.is_relative_to(root))
 
 
 def fast_product_dtype(device: torch.device) -> torch.dtype:
