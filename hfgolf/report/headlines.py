@@ -12,7 +12,7 @@ from typing import Any
 from hfgolf.run.metrics import is_number, on_subset
 from hfgolf.run.record import FIGURES, RunRecord, final_figures, format_figures
 
-HEADLINES = ("val_loss", "val_bits_per_byte", "seconds")
+_UNITS = {"val_loss": "nats per token", "train_loss": "nats per token"}
 _BITS_OF_A_BYTE = 8
 _NATS_OF_A_GUESS = 13  # ln of 440,000 tokens
 
@@ -22,13 +22,12 @@ def headlines(run: RunRecord, price_per_hour: float | None) -> list[dict[str, st
     figures = final_figures(run, price_per_hour)
     texts = format_figures(figures)
     loss = "val_loss" if FIGURES["val_loss"][0] in texts else "train_loss"
-    units = {"val_loss": "nats per token", "train_loss": "nats per token", "val_bits_per_byte": "", "seconds": ""}
     said = []
-    for key in (loss, *HEADLINES[1:]):
+    for key in (loss, "val_bits_per_byte", "seconds"):
         label = FIGURES[key][0]
         if label in texts:
             means = _meaning(key, figures, texts, run.summary)
-            said.append({"label": label, "value": texts[label], "unit": units[key], "means": means})
+            said.append({"label": label, "value": texts[label], "unit": _UNITS.get(key, ""), "means": means})
     return said
 
 

@@ -17,7 +17,7 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.wording import close_match, join_words
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/[\w.-]+)?")
-_STEP_FOLDER = re.compile(r"step-(\d{6,})")
+_STEP_FOLDER = re.compile(r"step-\d{6,}")
 _OF_A_MODEL = (".json", ".jinja", ".safetensors")
 
 
@@ -81,11 +81,10 @@ def _newest_checkpoint(run: RunFolder) -> Path | None:
     """Return the newest checkpoint that loads as a model; None if there is none."""
     rejected: set[Path] = set()
     while True:  # looks again each time: a run that trains saves new checkpoints meanwhile, and deletes old ones
-        steps = {path: _STEP_FOLDER.fullmatch(path.name) for path in run.checkpoints.glob("*") if path not in rejected}
-        found = {path: int(step[1]) for path, step in steps.items() if step}
+        found = {path for path in run.checkpoints.glob("*") if _STEP_FOLDER.fullmatch(path.name)} - rejected
         if not found:
             return None
-        newest = max(found, key=found.__getitem__)
+        newest = max(found, key=lambda path: int(path.name.removeprefix("step-")))
         if _is_undamaged(newest):
             return newest
         rejected.add(newest)
