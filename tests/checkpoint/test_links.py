@@ -58,22 +58,22 @@ def no_links(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return install
 
 
-@pytest.mark.parametrize(
-    ("copy", "resume"), [(follow_links, "latest"), (drop_links, "best"), (write_links_as_text, "latest")]
-)
-def test_copied_run_resumes(run, tiny_run, validation_losses, copy, resume):
+def test_copied_run_resumes(run, tiny_run, validation_losses, tmp_path):
     """The best is step 3, the latest step 6; the files decide which one is used, not the links."""
     validation_losses([2.0, 2.5])
-    folder = run(tiny_run(**LENGTH | {"train__max_steps": 6}))
-    checkpoints = folder / "checkpoints"
-    copy(checkpoints)
-    assert best_checkpoint(checkpoints) == checkpoints / "step-000003"
-    run(tiny_run(**LENGTH, train__resume=resume))
-    assert len(losses(folder)) == 9
-    assert (checkpoints / "abandoned-step-000006").exists() == (resume == "best")
-    assert json.loads((folder / "summary.json").read_text())["step"] == 3, "the best weights are exported"
-    assert valid_steps(checkpoints) == [3, 9]
-    assert os.readlink(checkpoints / "best") == "step-000003" and os.readlink(checkpoints / "latest") == "step-000009"
+    straight = run(tiny_run(**LENGTH | {"train__max_steps": 6}))
+    for copy, resume in ((follow_links, "latest"), (drop_links, "best"), (write_links_as_text, "latest")):
+        folder = shutil.copytree(straight, tmp_path / copy.__name__ / "tiny", symlinks=True)
+        checkpoints = folder / "checkpoints"
+        copy(checkpoints)
+        assert best_checkpoint(checkpoints) == checkpoints / "step-000003"
+        run(tiny_run(**LENGTH, run__output_dir=folder.parent, train__resume=resume))
+        assert len(losses(folder)) == 9
+        assert (checkpoints / "abandoned-step-000006").exists() == (resume == "best")
+        assert json.loads((folder / "summary.json").read_text())["step"] == 3, "the best weights are exported"
+        assert valid_steps(checkpoints) == [3, 9]
+        links = {name: os.readlink(checkpoints / name) for name in ("best", "latest")}
+        assert links == {"best": "step-000003", "latest": "step-000009"}
 
 
 def test_checkpoints_work_on_a_file_system_without_links(run, tiny_run, validation_losses, no_links, caplog):

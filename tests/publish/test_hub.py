@@ -7,6 +7,7 @@ import logging
 import shutil
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -42,7 +43,8 @@ def pushes_here(monkeypatch):
         except UserError as error:
             return subprocess.CompletedProcess(command, 2, "", f"error: {error}\n")
 
-    monkeypatch.setattr(hub_module.subprocess, "run", run)
+    here = SimpleNamespace(run=run, TimeoutExpired=subprocess.TimeoutExpired)
+    monkeypatch.setattr(hub_module, "subprocess", here)
 
 
 def test_push_is_one_complete_commit(exported, hub, push):
