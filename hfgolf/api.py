@@ -266,7 +266,7 @@ def _shown_log() -> Iterator[None]:
 
 def open_run(folder: str | Path) -> TrainedRun:
     """Return the run in a folder, also one that is not complete. Raises UserError if there is none."""
-    run = TrainedRun(Path(folder).expanduser())
+    run = TrainedRun(Path(os.path.expanduser(folder)))
     if not (run.folder / "metrics.jsonl").is_file():
         raise UserError(f"{run.folder} is not the folder of a run; name one such as runs/small.")
     return run

@@ -157,6 +157,9 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--train.mixed_precision fp16": "train.mixed_precision: fp16 ... allowed: no, bf16.",
             "--data.source hub --data.files [] --data.hub_name nobody/nothing": "data.hub_name: ...nobody/nothing",
             "--batch.micro_batch_size 3": "is not a multiple of micro-batches of 3",
+            "--model.init_from ~nobody_here/x": "model.init_from: there is no model ~nobody_here/x",
+            "--tokenizer.kind pretrained --tokenizer.name_or_path ~nobody_here/x": "~nobody_here/x",
+            "--distill_from ~nobody_here/x": "~nobody_here/x",
         },
     ),
     "verify_resume.py": (

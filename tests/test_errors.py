@@ -38,7 +38,7 @@ def behind(inner: Exception) -> Exception:
 
 
 FORMS = {
-    "python": lambda code: OSError(code, os.strerror(code), "runs/x/model"),
+    "python": lambda code: OSError(code, os.strerror(code), "runs/.partial-x/model"),
     "descriptor": lambda code: OSError(code, os.strerror(code)),
     "rust": lambda code: SafetensorError(f"Error: I/O error: {os.strerror(code)} (os error {code})"),
     "tokenizers": lambda code: Exception(f"{os.strerror(code)} (os error {code})"),
@@ -61,13 +61,26 @@ def test_refusal_of_the_machine_is_one_line_whichever_library_notices_it(form, c
     said = capsys.readouterr().err
     assert ended.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
     assert os.strerror(code) in said and errors._ADVICE[code] in said
-    assert form != "python" or "runs/x/model: " in said
+    assert form != "python" or "runs/.partial-x/model: " in said
     with (
-        pytest.raises(UserError, match=r"^--output: cannot write to folder ") as raised,
-        writing("--output", Path("folder")),
+        pytest.raises(UserError, match=r"^--output: cannot write to runs/x ") as raised,
+        writing("--output", Path("runs/x")),
     ):
         main()
     assert os.strerror(code) in str(raised.value)
+
+
+@pytest.mark.parametrize("code", [errno.ENOENT, errno.EACCES])
+@pytest.mark.parametrize("path", ["text.txt", "runs/xy/text.txt", "/other/x/text.txt"])
+def test_where_output_goes_is_not_blamed_for_a_file_elsewhere(path, code):
+    with pytest.raises(UserError, match=f"^{path}: {os.strerror(code)}[;.]"), writing("--output", Path("runs/x")):
+        raise OSError(code, os.strerror(code), path)
+
+
+@pytest.mark.parametrize("path", ["runs", "runs/x", "runs/x/a/b", "runs/.replaced-x", Path("runs/x").absolute()])
+def test_where_output_goes_is_named_for_what_is_there(path):
+    with pytest.raises(UserError, match=r"^--output: cannot write to runs/x "), writing("--output", Path("runs/x")):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
 @pytest.mark.parametrize(

@@ -331,7 +331,7 @@ def base_for(stated: Mapping[str, Any], may_choose: bool = True) -> ResolvedConf
 
 def _like(teachers: Sequence[str]) -> ResolvedConfig:
     """Return the config of the first of some complete runs, for another one of as many steps and with another seed."""
-    run = Path(teachers[0]).expanduser()
+    run = Path(os.path.expanduser(teachers[0]))
     try:
         steps = json.loads((run / "summary.json").read_bytes())["steps"]
     except (OSError, ValueError, KeyError, TypeError):

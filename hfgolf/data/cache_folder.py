@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -32,7 +33,7 @@ def cache_folder(data: DataSection) -> Path:
     """Return data.cache_dir or its default, creating it if needed. Raises UserError if it cannot be created."""
     from huggingface_hub.constants import HF_HOME
 
-    path = Path(data.cache_dir or Path(HF_HOME) / "hfgolf").expanduser()
+    path = Path(os.path.expanduser(data.cache_dir or Path(HF_HOME) / "hfgolf"))
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -10,6 +10,7 @@ import gc
 import hashlib
 import json
 import logging
+import os
 import re
 import shutil
 import time
@@ -353,7 +354,7 @@ def _garbage_collection_paused() -> Iterator[None]:
 
 def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
     where = f"tokenizer.name_or_path: {name_or_path!r}"
-    path = Path(name_or_path).expanduser()
+    path = Path(os.path.expanduser(name_or_path))
     tokenizer: Any
     missing = f"{where} has no tokenizer, such as tokenizer.json; save that of its model there."
     if path.is_dir() and not any(any(path.glob(files)) for files in ("*token*", "*.model", "vocab*", "*tekken*")):

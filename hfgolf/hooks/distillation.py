@@ -9,6 +9,7 @@ benchmarks/learning/distill.py measures it.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,7 +51,7 @@ class Distillation(Hook):
 
     def __init__(self, folders: Sequence[str]) -> None:
         """Load the models. Raises UserError for what is not a complete run of a Golf model."""
-        self._folders = [RunFolder(Path(folder).expanduser()) for folder in folders]
+        self._folders = [RunFolder(Path(os.path.expanduser(folder))) for folder in folders]
         self._teachers, tokenizers = zip(*map(_load, self._folders), strict=True)
         self._tokenizers = [tokenizer_sha256(tokenizer) for tokenizer in tokenizers]
         self._sha256 = [*map(weights_sha256, self._teachers)]

@@ -267,4 +267,4 @@ def _this_process() -> str:
 
 def run_folder(config: RunConfig) -> RunFolder:
     """Return the folder of the run that a config describes."""
-    return RunFolder(Path(config.run.output_dir).expanduser() / str(config.run.name))
+    return RunFolder(Path(os.path.expanduser(config.run.output_dir)) / str(config.run.name))

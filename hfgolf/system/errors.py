@@ -98,17 +98,23 @@ def explained(error: Exception) -> UserError | None:
     if found is None:
         return None
     what, advice = found
+    path = _named_path(error)
+    return UserError(f"{f'{path}: ' if path else ''}{what}; {advice}.")
+
+
+def _named_path(error: Exception) -> Path | None:
+    """Return the file that an error of any library names, None if it names none."""
     chain = [error, error.__cause__, error.__context__]
-    paths = [one.filename for one in chain if isinstance(one, OSError) and one.filename is not None]
-    where = f"{os.fsdecode(paths[0])}: " if paths and isinstance(paths[0], str | bytes) else ""
-    return UserError(f"{where}{what}; {advice}.")
+    names = [one.filename for one in chain if isinstance(one, OSError) and isinstance(one.filename, str | bytes)]
+    return Path(os.fsdecode(names[0])) if names else None
 
 
 @contextmanager
 def writing(key: str, place: Path) -> Iterator[None]:
     """Raise UserError if the machine refuses what this block writes, whichever library notices it.
 
-    key: the option or key that names the place, for the message.
+    key: the option or key that names the place, for the message. It is not blamed for a file elsewhere, as one that the
+    block reads.
     """
     try:
         yield
@@ -119,4 +125,14 @@ def writing(key: str, place: Path) -> Iterator[None]:
         if found is None and not isinstance(error, OSError):
             raise
         what, advice = found or (getattr(error, "strerror", None) or str(error), "choose another folder")
+        path = _named_path(error)
+        if path and not _is_of(path, place):
+            raise (explained(error) or UserError(f"{path}: {what}.")) from error
         raise UserError(f"{key}: cannot write to {place} ({what}); {advice}.") from error
+
+
+def _is_of(path: Path, place: Path) -> bool:
+    """Return whether a path is a place, in it, above it, or one that durable.py makes beside it."""
+    path, place = Path(os.path.abspath(path)), Path(os.path.abspath(place))
+    beside = [place.with_name(f".{word}-{place.name}") for word in ("partial", "replaced")]
+    return path in place.parents or any(path.is_relative_to(one) for one in (place, *beside))

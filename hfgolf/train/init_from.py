@@ -10,6 +10,7 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -140,7 +141,7 @@ def keep_architecture(resolved: ResolvedConfig, before: Mapping[str, Any]) -> Re
 
 def frozen_names(config: RunConfig) -> list[str]:
     """Return the names of the parameters of model.init_from that are not trained: of a model passed to hfgolf.fit."""
-    path = Path(config.model.init_from or "").expanduser() / FROZEN
+    path = Path(os.path.expanduser(config.model.init_from or "")) / FROZEN
     return json.loads(path.read_text()) if config.model.init_from is not None and path.is_file() else []
 
 
@@ -208,7 +209,7 @@ def load_old_text(config: RunConfig, tokens: TokenCache) -> Stream | None:
     names = config.data.old_text
     if not names:
         return None
-    if len(names) == 1 and (old := RunFolder(Path(names[0]).expanduser())).config.is_file():
+    if len(names) == 1 and (old := RunFolder(Path(os.path.expanduser(names[0])))).config.is_file():
         before = load_config([f"--config={old.config}"]).config
         return load_tokens(before.data, before.tokenizer, tokenizer=tokens.tokenizer).val
     folder = cache_folder(config.data) / "old_text" / tokens.tokenizer_sha256[:16]
