@@ -197,7 +197,12 @@ class HubPusher:
             return
         outgoing = folder.with_name(f".pushing-{folder.name}")
         shutil.rmtree(outgoing, ignore_errors=True)
-        self._start(folder.rename(outgoing), message, delete_after=True)
+        try:
+            folder.rename(outgoing)
+        except OSError as error:  # something is left of the folder before, as on a network file system
+            self._warn(f"{one_line(error)}.", folder)
+            return
+        self._start(outgoing, message, delete_after=True)
 
     def push_branch(self, folder: Path, message: str) -> None:
         """Start a push to the branch named like the folder, after the pushes before it: none is skipped."""
@@ -249,9 +254,12 @@ class HubPusher:
             logger.info("hub: pushed %s to %s", message, output)
         else:
             reason = output.splitlines()[-1].removeprefix("error: ") if output else "its process was killed."
-            logger.warning("hub: not pushed: %s To try again: %s", reason, self._retry_command(folder, branch))
+            self._warn(reason, folder, branch)
         if delete_after:
             shutil.rmtree(folder, ignore_errors=True)
+
+    def _warn(self, reason: str, folder: Path, branch: str | None = None) -> None:
+        logger.warning("hub: not pushed: %s To try again: %s", reason, self._retry_command(folder, branch))
 
     def _retry_command(self, folder: Path, branch: str | None = None) -> str:
         what = f"--model {folder} --revision {branch}" if branch else f"--run {folder.parent}"
