@@ -303,7 +303,7 @@ class RunSection(Section, frozen=True):
     """The run and its folder."""
 
     name: Name | None = None
-    """Name of the run and of its folder in output_dir; null: the name of the config file."""
+    """Name of the run and of its folder in output_dir; null: that of the text or of the config file."""
     output_dir: Text = "runs"
     """Folder that holds the run folders."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 1337
