@@ -1,7 +1,8 @@
 # make setup | make train [CONFIG=configs/small.yaml] [ARGS="--train.max_steps 50"] | make test test-slow [ARGS="-k muon"]
 # make test-ecosystem: peft, trl, transformers serve, llama.cpp and lm-eval on exported models, datatrove, in a virtual
 #   environment of their own; the first time it compiles llama.cpp, which takes a C++ compiler and four minutes on two cores
-# make test-versions [ARGS="--only oldest"]: the tests with each set of versions in constraints/, on its own Python
+# make check: ruff and mypy
+# make test-versions [ARGS="--only oldest"]: the quick tests with each set of versions in constraints/, on its own Python
 # make test-newest: the quick tests of model, publish and train with the newest releases, and transformers' own tests
 # make docs: the site of the docs, in build/site/index.html; make docs-links: the links out of it
 # make image | make bench-cpu | make test-gpu bench-gpu | make bench-gpu ARGS="--only roofline"
