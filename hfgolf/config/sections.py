@@ -781,7 +781,8 @@ class TrainSection(Section, frozen=True):
     fp16's loss scaling do not count."""
     rollback_on: Triggers = ["nonfinite"]
     """What triggers a rollback, as a list: nonfinite gradients; a loss spike (20 % or more above the usual loss, for
-    train.max_skipped_steps steps); divergence (the median of 50 losses is 20 % above its lowest value)."""
+    train.max_skipped_steps steps); divergence (the median of 50 losses is 20 % above its lowest value, or 10 %
+    above the first loss)."""
     max_rollbacks: Index = 3
     """Rollbacks allowed; after that the run stops with a diagnosis. Each excludes the bad batches and halves all
     learning rates."""
