@@ -1,5 +1,5 @@
 #!/bin/bash
-# One run on several machines under SLURM: sbatch configs/cluster/slurm.sh [options of train.py]
+# One run on several machines under SLURM: sbatch configs/cluster/slurm.sh [options of hfgolf train]
 # The repository, its virtual environment, the token cache (HF_HOME) and runs/ are on a disk that all machines share.
 # Change what begins with #SBATCH to your cluster. PROCESSES is the number of processes per machine; default: its GPUs.
 #SBATCH --job-name=hfgolf

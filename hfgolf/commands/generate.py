@@ -3,7 +3,6 @@
 A prompt - is all of standard input, without its last line break.
 """
 
-import argparse
 import sys
 
 from hfgolf.commands.options import (
@@ -12,20 +11,20 @@ from hfgolf.commands.options import (
     ScriptParser,
     add_model,
     add_sampling,
+    bounded,
     read_utf8,
     take_words,
-    within,
 )
 from hfgolf.run.find_model import find_model
 from hfgolf.system.errors import UserError
 
 
 def main() -> Answer:
-    parser = ScriptParser(__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = ScriptParser(__doc__)
     add_model(parser, "PROMPT")
     parser.add_argument("--prompt", default="", help="text to continue; empty: start a new document; -: standard input")
     parser.add_argument("--message", help="message to a chat model (data.messages_column), instead of --prompt")
-    parser.add_argument("--num_samples", type=within(1, 10**6), default=1, help="texts to generate")
+    parser.add_argument("--num_samples", **bounded(1, 10**6, "texts to generate", 1))
     add_sampling(parser)
     arguments = parser.parse_intermixed_args()
     rest = take_words(arguments, "prompt")

@@ -2,7 +2,7 @@
 
 Tries every shape and gives each the bits per weight that fill the budget; prints the ten that should score best, what
 their bytes go to, and the options to train the first. The prediction rests on characters of Shakespeare and models of
-up to 0.4 M weights, and is an assumption anywhere else.
+up to 0.33 M weights, and is an assumption anywhere else.
 """
 
 from __future__ import annotations

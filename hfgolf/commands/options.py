@@ -100,7 +100,7 @@ SAMPLING: dict[str, tuple[Callable[[str], float], float, str]] = {
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     for name, (kind, default, text) in SAMPLING.items():
-        parser.add_argument(f"--{name}", type=kind, default=default, help=text)
+        parser.add_argument(f"--{name}", type=kind, default=default, help=f"{text} ({default})")
 
 
 def add_model(parser: argparse.ArgumentParser, *others: str) -> None:

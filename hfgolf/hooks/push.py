@@ -37,7 +37,7 @@ class Push(Hook):
         """Refuse, before any training, to push a native form that does not exist."""
         if run.config.hub.format != "native" or not isinstance(run.raw_model, GolfForCausalLM):
             return
-        from hfgolf.publish.native import find_architecture  # late: it imports six architectures
+        from hfgolf.publish.native import find_architecture  # late: it imports the architectures
 
         try:
             find_architecture(run.raw_model.config)

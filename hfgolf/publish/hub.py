@@ -64,7 +64,7 @@ def push_folder(
     """
     files = exported_files(folder)  # refuses links before anything reads the files
     with tempfile.TemporaryDirectory() as scratch:
-        from hfgolf.publish.convert import in_format  # late: it imports seven architectures
+        from hfgolf.publish.convert import in_format  # late: it imports the architectures
 
         outgoing, said = in_format(folder, format, Path(scratch) / "model", repo_id)
         # results are of the model in any form
