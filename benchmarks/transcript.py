@@ -2,7 +2,7 @@
 
 PLAY is the text tinyshakespeare. Runs COMMANDS in a folder with four texts that `write_texts` makes, in a terminal of
 24 lines of 80 characters. Each line begins with the seconds since its command began. Of what is drawn over itself, as
-the bar is, one state every ten seconds is kept.
+the bar is, one state every ten seconds is kept. Paths are shown without that folder.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def main() -> None:
     for command in COMMANDS:
         print(f"$ {command}", flush=True)
         for seconds, line in shown(command):
-            print(f"{seconds:7.1f}  {line}".rstrip(), flush=True)
+            print(f"{seconds:7.1f}  {line.replace(f'{folder}/', '')}".rstrip(), flush=True)
 
 
 def write_texts(play: str) -> None:
