@@ -11,7 +11,6 @@ import html
 import json
 import logging
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
@@ -46,7 +45,7 @@ from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.metrics import read_metrics
 from hfgolf.run.record import read_run, read_summary, status
 from hfgolf.system.command import is_first_of_machine
-from hfgolf.system.durable import replace_folder
+from hfgolf.system.durable import new_folder
 from hfgolf.system.errors import UserError
 from hfgolf.system.ranks import decide, together
 from hfgolf.system.signals import Signals
@@ -526,9 +525,6 @@ def _once(stated: Mapping[str, Any], digest: str, write: Callable[[Path], Any]) 
     folder = cache / "passed" / digest[:16]
     with locked(cache / "passed.lock", "copies what was passed to hfgolf.fit"):
         if not folder.is_dir():
-            partial = folder.with_name(f".partial-{folder.name}")
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            write(partial)
-            replace_folder(partial, folder)
+            with new_folder(folder) as partial:
+                write(partial)
     return folder

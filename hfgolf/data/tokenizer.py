@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import re
-import shutil
 import time
 import uuid
 from array import array
@@ -35,7 +34,7 @@ from hfgolf.data.chat import CHAT_TOKENS, add_chat_template, encoding_error
 from hfgolf.data.downloads import is_cached_only
 from hfgolf.data.pieces import evenly_sampled, num_text_bytes, texts
 from hfgolf.data.sentencepiece_model import SPACE, load_sentencepiece
-from hfgolf.system.durable import find_damage, replace_folder
+from hfgolf.system.durable import find_damage, new_folder
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import first_line, join_words, shortened
 
@@ -93,11 +92,9 @@ def build_tokenizer(
     tokenizer = _wrap(_train_char(pieces) if config.kind == "char" else _train_bpe(pieces, config, is_chat))
     if is_chat:
         add_chat_template(tokenizer)
-    partial = path.with_name(f".partial-{path.name}")
-    shutil.rmtree(partial, ignore_errors=True)  # of an earlier build
-    tokenizer.save_pretrained(partial)
-    write_manifest(partial)
-    replace_folder(partial, path)
+    with new_folder(path) as partial:
+        tokenizer.save_pretrained(partial)
+        write_manifest(partial)
     return _load(path)  # from disk, like every later start
 
 

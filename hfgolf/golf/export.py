@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -51,7 +50,7 @@ from hfgolf.golf.unpack import state_sha256
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import with_golf_size
-from hfgolf.system.durable import replace_folder, write_bytes, write_text
+from hfgolf.system.durable import new_folder, write_bytes, write_text
 from hfgolf.system.errors import UserError, writing
 
 if TYPE_CHECKING:
@@ -93,17 +92,8 @@ def export(
 
     Raises UserError if the budget is too small for the model, or a file can't be written.
     """
-    with writing("--output", folder):
-        partial = folder.with_name(f".partial-{folder.name}")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        try:
-            exported = _export(source, settings, folder, partial, progress)
-        except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)
-            raise
-        replace_folder(partial, folder)
-    return exported
+    with writing("--output", folder), new_folder(folder) as partial:
+        return _export(source, settings, folder, partial, progress)
 
 
 def _export(

@@ -21,7 +21,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from hfgolf.data.chat import stop_ids
 from hfgolf.data.tokenizer import text_start
-from hfgolf.system.durable import replace_folder
+from hfgolf.system.durable import new_folder
 from hfgolf.system.errors import writing
 
 if TYPE_CHECKING:
@@ -36,9 +36,7 @@ def export_model(
     pictures: image files that the card shows; they are copied next to it. The folder is replaced in one step, so nobody
     can load a mixture of two exports.
     """
-    partial = folder.with_name(f".partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+    with new_folder(folder) as partial:
         model.save_pretrained(partial)  # also copies the modeling files, because of their _auto_class
         for weights in partial.glob("*.safetensors"):
             shutil.copymode(partial / "config.json", weights)  # safetensors makes files that only their owner can read
@@ -46,10 +44,6 @@ def export_model(
         (partial / "README.md").write_text(card, encoding="utf-8")
         for picture in pictures:
             shutil.copyfile(picture, partial / picture.name)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)  # the disk may be full
-        raise
-    replace_folder(partial, folder)
 
 
 def supporting_files(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> dict[str, bytes]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,20 @@ def replace_folder(partial: Path, folder: Path) -> None:
     partial.rename(folder)
     sync(folder.parent)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield an empty folder that replaces `folder` at the end. After an error it is deleted: the disk may be full."""
+    partial = folder.with_name(f".partial-{folder.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    replace_folder(partial, folder)
 
 
 def make_folder(folder: Path) -> None:
