@@ -18,7 +18,8 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
 
-# Ctrl-C reaches the launcher and its processes, and the launcher forwards it: two signals, one request.
+# Ctrl-C reaches the launcher and its processes, and the launcher forwards it: two signals, one request. A launcher that
+# dies is noticed by one process after the other.
 SAME_REQUEST_SECONDS = 1.0
 DEAF_SECONDS = 2.0
 """How long a handler may wait for Python to run it before the thread acts."""
@@ -107,15 +108,15 @@ class Signals:
         handled, has_warned = self._handled, False
         while numbers := reader.recv(64):
             stopping = [number for number in numbers if number in self._before and number != _SIGUSR1]
-            until = time.monotonic() + DEAF_SECONDS
-            while stopping and self._handled == handled and time.monotonic() < until:
+            heard_at = time.monotonic()
+            while stopping and self._handled == handled and time.monotonic() < heard_at + DEAF_SECONDS:
                 time.sleep(0.05)
             is_deaf, handled = bool(stopping) and self._handled == handled, self._handled
             reader.setblocking(False)
             with suppress(BlockingIOError):
                 reader.recv(64)  # what came meanwhile is the same request
             reader.setblocking(True)
-            if not (is_deaf and self._before):
+            if not (is_deaf and self._before) or self.stop and heard_at - self._stopped_at <= SAME_REQUEST_SECONDS:
                 continue
             if self._is_deferring and not (self.stop or has_warned):
                 has_warned = True
@@ -139,6 +140,11 @@ class Signals:
             self._is_deferring = False
         if self.stop:
             raise Stopped(128 + self.stop)
+
+    def agree(self, number: int) -> None:
+        """Take over the stop that another process was asked for: what this one may hear later is the same request."""
+        if number and not self.stop:
+            self.stop, self._stopped_at = number, time.monotonic()
 
     def _on_stop(self, number: int, frame: FrameType | None) -> None:
         if os.getpid() != self._process:  # in a forked child, such as a pool worker

@@ -71,7 +71,8 @@ class Clock:
         save = max(self.signals.save, time.perf_counter() - self._saved_at >= self._save_every_seconds)
         seconds, stop, is_due, is_ended = self._maximum(self._seconds(), self.signals.stop, save, self._end_is_asked)
         self.state.elapsed_seconds = seconds
-        self.stop_signal, self.save_is_due, self._is_ended = int(stop), bool(is_due), bool(is_ended)
+        self.save_is_due, self._is_ended = bool(is_due), bool(is_ended)
+        self._agree_on_stop(stop)
 
     def raise_if_stopped(self) -> None:
         """Raise Interrupted if any process was asked to stop. All call it before each batch of an evaluation.
@@ -81,7 +82,7 @@ class Clock:
         self._batches += 1
         if not self.stop_signal and (self._hosts is None or self._batches % _BATCHES_PER_AGREEMENT == 0):
             (stop,) = self._maximum(self.signals.stop)
-            self.stop_signal = int(stop)
+            self._agree_on_stop(stop)
         if self.stop_signal:
             raise Interrupted
 
@@ -111,6 +112,10 @@ class Clock:
         """Restart the minutes to the next save, and clear a pending request."""
         self._saved_at, self.signals.save = time.perf_counter(), 0
         self.save_is_due = False
+
+    def _agree_on_stop(self, stop: float) -> None:
+        self.stop_signal = int(stop)
+        self.signals.agree(self.stop_signal)
 
     def _seconds(self) -> float:
         """Return the seconds of training on the main process, 0 on the others: the maximum over all is its time."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import signal
+from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
@@ -38,6 +40,20 @@ def test_saves_every_ten_minutes_by_default(of_run):
     of_run.clock.note_save()  # for another reason, such as train.save_every_steps
     assert not is_due(of_run, 1798)
     assert is_due(of_run, 1799)
+
+
+@pytest.mark.parametrize("ask", [clock.Clock.synchronize, clock.Clock.raise_if_stopped])
+def test_stop_of_another_process_and_then_of_this_one_is_one_request(of_run, monkeypatch, ask):
+    """When their launcher dies, one process notices it first; another may notice it on its way out of the loop."""
+    agreed = [signal.SIGTERM] if ask is clock.Clock.raise_if_stopped else [0.0, signal.SIGTERM, 0.0, 0.0]
+    monkeypatch.setattr(clock.Clock, "_maximum", lambda *_: agreed)
+    with of_run.signals as signals:
+        with pytest.raises(SystemExit), signals.deferred():
+            with suppress(clock.Interrupted):
+                ask(of_run.clock)
+            raise SystemExit(128 + of_run.clock.stop_signal)
+        signal.raise_signal(signal.SIGTERM)
+    assert of_run.clock.stop_signal == signal.SIGTERM
 
 
 @pytest.mark.parametrize(("minutes", "steps"), [(1e-9, [1, 2, 3, 4]), ("null", [4])])
