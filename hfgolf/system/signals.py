@@ -116,7 +116,7 @@ class Signals:
             with suppress(BlockingIOError):
                 reader.recv(64)  # what came meanwhile is the same request
             reader.setblocking(True)
-            if not (is_deaf and self._before) or self.stop and heard_at - self._stopped_at <= SAME_REQUEST_SECONDS:
+            if not (is_deaf and self._before) or (self.stop and heard_at - self._stopped_at <= SAME_REQUEST_SECONDS):
                 continue
             if self._is_deferring and not (self.stop or has_warned):
                 has_warned = True

@@ -109,6 +109,26 @@ class Speed:
             fixed = min(max(seconds - slope * near, 0.0), 0.9 * seconds)
         return fixed + (seconds - fixed) * flops / near
 
+    def untimed(self, best: Choice, choices: list[Choice]) -> Choice | None:
+        """Return the choice whose step should be timed next: the best, or one of another width; None if none should.
+
+        Two widths at least: from one alone, the others' steps, and so the choice, would follow from what is assumed.
+        """
+        if self._key(best) not in self.timed:
+            return best
+        possible = [choice for choice in choices if choice.bits_per_byte < math.inf]
+        others = [choice for choice in possible if choice.shape.width != best.shape.width]
+        return _best(others) if others and len({width for width, *_ in self.timed}) == 1 else None
+
+    def add(self, choice: Choice, seconds: float) -> None:
+        """Note the seconds of a step that was timed."""
+        flops = choice.tokens_per_step * choice.shape.flops_per_token(self.sequence_length)
+        self.timed[self._key(choice)] = flops, seconds
+
+    @staticmethod
+    def _key(choice: Choice) -> tuple[int, int, int]:
+        return choice.shape.width, choice.shape.vocabulary, choice.tokens_per_step
+
 
 def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Chosen:
     """Return values for the open keys.
@@ -125,15 +145,14 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Ch
     while True:
         choices = list(_choices(config, open_keys, text, speed, sizes, num_processes))
         best = _best(choices)
-        shape, tokens_per_step = best.shape, best.tokens_per_step
-        key = shape.width, shape.vocabulary, tokens_per_step
-        if key in speed.timed or len(speed.timed) == MAX_TIMED:
+        untimed = speed.untimed(best, choices) if len(speed.timed) < MAX_TIMED else None
+        if untimed is None:
             break
-        values = _values(config, best, open_keys)
-        seconds = seconds_per_step(config.replace(**values), shape.vocabulary, device, num_processes)
+        values = _values(config, untimed, open_keys)
+        seconds = seconds_per_step(config.replace(**values), untimed.shape.vocabulary, device, num_processes)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the next shape, and the run, count what is free
-        speed.timed[key] = tokens_per_step * shape.flops_per_token(config.batch.sequence_length), seconds
+        speed.add(untimed, seconds)
     if all(seconds == math.inf for _, seconds in speed.timed.values()):
         raise UserError("train.max_minutes: no shape fits into the free memory; end other programs, or use a --config.")
     others = _others(best, choices)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from faults import train_on_two
 
 from hfgolf.config.parse import AUTOPILOT, _say_once, base_for, load_config
@@ -16,6 +17,7 @@ from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import autopilot
 from hfgolf.train.autopilot import Speed
+from hfgolf.train.decisions import decide
 from hfgolf.train.law import Shape
 
 QUICK = ["--train.cpu_threads=1", "--train.compile=false", "--train.sample_tokens=null", "--batch.sequence_length=64"]
@@ -141,3 +143,22 @@ def test_untimed_steps_follow_from_the_nearest_timed_ones():
     speed.timed[64, 256, 2048] = flops[small], math.inf  # does not fit
     assert speed.seconds(small, 2048) == math.inf
     assert speed.seconds(large, 4096) == pytest.approx(0.08 + 2 * flops[large] / 1e11)
+
+
+def test_choice_follows_from_timed_steps_of_two_widths_not_from_the_assumed_speed(text, monkeypatch):
+    timed: list[int] = []
+
+    def seconds_per_step(config, vocabulary, *_):
+        timed.append(config.model.hidden_size)
+        shape = Shape(config.model.hidden_size, config.model.num_hidden_layers, vocabulary)
+        return 0.03 + config.batch.tokens_per_step * shape.flops_per_token(config.batch.sequence_length) / 3e11
+
+    monkeypatch.setattr(autopilot, "seconds_per_step", seconds_per_step)
+    decisions = decide(load_config([text, "--minutes=0.5"]), {})
+    choices = []
+    for peak in (1e10, 1e11, 1e12, 1e13):
+        timed.clear()
+        monkeypatch.setattr(autopilot, "peak_flops", lambda *_, peak=peak: peak)
+        choices.append(autopilot.choose(decisions, torch.device("cpu"), 1))
+        assert len(set(timed)) > 1
+    assert choices == [choices[0]] * 4
