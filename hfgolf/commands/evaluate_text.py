@@ -193,7 +193,7 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
             )
         certificate = None
         if options.certify:
-            certificate = certify(corpus, tokens, plan, is_training_known=options.train_files is not None)
+            certificate = certify(corpus, tokens, plan, searched="training" if options.train_files else None)
         evaluation = problem = legality = None
         if certificate is None or certificate.holds or not certificate.is_lossless:
             if options.adapt_rate or options.check_legality:

@@ -13,7 +13,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from tokenizers.decoders import DecodeStream
@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from hfgolf.data.batches import Stream
     from hfgolf.data.token_cache import TokenCache
 
+Searched = Literal["training", "calibration"]
+"""The text that was searched for validation documents."""
 _SAMPLED_PIECES = 1000  # decoded token by token: some two million tokens, in seconds
 _SHOWN = 20  # characters around a difference
 
@@ -61,10 +63,10 @@ class Certificate:
         """The certificate in one line."""
         if self.problems:
             return f"No certificate: {'; '.join(self.problems)}."
-        facts, searched = self.facts, self.facts["training_documents"]
-        duplicates = f"none of them among {count_of(searched or 0, 'training document')}"
-        if searched is None:
-            duplicates = "training text not known, so not searched for them"
+        facts = self.facts
+        duplicates = "training text not known, so not searched for them"
+        if facts["searched"]:
+            duplicates = f"none of them among {count_of(facts['searched_documents'], facts['searched'] + ' document')}"
         challenge = f"; Parameter Golf's rule would count {facts['challenge_bytes'] or 0:,} bytes"
         if facts["challenge_bytes"] in (None, facts["scored_bytes"]):
             challenge = ""
@@ -80,22 +82,23 @@ class Certificate:
         write_text(path, json.dumps(said | self.facts, indent=1) + "\n")
 
 
-def certify(corpus: Corpus, tokens: TokenCache, plan: Plan, *, is_training_known: bool = True) -> Certificate:
+def certify(corpus: Corpus, tokens: TokenCache, plan: Plan, *, searched: Searched | None = "training") -> Certificate:
     """Return the certificate of an evaluation of a corpus' validation tokens with a plan.
 
     1. SHA-256 and bytes of each validation document and of all. 2. Decoding each document's tokens gives its text.
     3. The bytes of the tokens are the bytes of the text, from the vocabulary and, for a sample, from decoding token by
-    token. 4. The plan scores each target once. 5. No validation document is also a training document (equal text; near
+    token. 4. The plan scores each target once. 5. No validation document is also in the train split (equal text; near
     duplicates are not looked for). 6. A uniform model costs log2(V) x tokens / bytes.
 
-    is_training_known: False if the corpus' train split is not what the model was trained on; 5. is left out, then.
+    searched: what the corpus' train split is to the model. None: not known, or not all that it was trained on; 5. is
+    left out, then.
 
     Reads all the text once more. Raises UserError if it cannot be read.
     """
     with tempfile.TemporaryDirectory(dir=cache_folder(corpus.data), prefix="certificate-") as folder:
         pieces = corpus.write_pieces(Path(folder))
-        training = pieces["train"] if is_training_known else None
-        return certify_text(pieces["val"], training, tokens.val, tokens.tokenizer, plan)
+        training = pieces["train"] if searched else None
+        return certify_text(pieces["val"], training, tokens.val, tokens.tokenizer, plan, searched)
 
 
 def certify_text(
@@ -104,8 +107,9 @@ def certify_text(
     stream: Stream,
     tokenizer: PreTrainedTokenizerFast,
     plan: Plan,
+    searched: Searched | None = None,
 ) -> Certificate:
-    """Return the certificate for pieces of text (see Corpus.write_pieces); training: None if it is not known."""
+    """Return the certificate for pieces of text (see Corpus.write_pieces). training: those of `searched`, or None."""
     text = _Text(stream, tokenizer)
     for document in documents(validation):
         text.add(document)
@@ -128,7 +132,7 @@ def certify_text(
         facts["challenge_bytes"] = None if counted is None else _scored_bytes(counted, plan)
     if not problems:  # the bytes of a tokenizer that rewrites its text cannot add up
         problems += _byte_problems(stream, tokenizer, plan, text, facts)
-    facts |= {"training_documents": None, "duplicates": None}
+    facts |= {"searched": searched, "searched_documents": None, "duplicates": None}
     if training is not None:
         problems += _duplicate_problems(training, text, facts)
     return Certificate(facts, tuple(problems), text.num_different == 0)
@@ -255,7 +259,7 @@ def _scored_bytes(counts: np.ndarray, plan: Plan) -> int:
 
 
 def _duplicate_problems(training: Dataset, text: _Text, facts: dict[str, Any]) -> list[str]:
-    """Return which validation documents are training documents, too."""
+    """Return which validation documents are in the text that is searched, too."""
     places = {digest: number for number, (digest, _) in reversed([*enumerate(text.hashes)])}
     found, num_documents = set(), 0
     for document in documents(training):
@@ -263,14 +267,14 @@ def _duplicate_problems(training: Dataset, text: _Text, facts: dict[str, Any]) -
         digest = hashlib.sha256("".join(document).encode()).digest()
         if digest in places:
             found.add(places[digest])
-    facts |= {"training_documents": num_documents, "duplicates": sorted(found)}
+    facts |= {"searched_documents": num_documents, "duplicates": sorted(found)}
     if not found:
         return []
-    first = min(found)
+    first, kind = min(found), facts["searched"]
     return [
-        f"{len(found):,} of {len(text.hashes):,} validation documents are also training documents (the first is"
-        f" document {first}, {text.hashes[first][1]:,} bytes, sha256 {text.hashes[first][0].hex()[:16]}); remove them"
-        " from the training text"
+        f"{len(found):,} of {len(text.hashes):,} validation documents are also {kind} documents (the first is document"
+        f" {first}, {text.hashes[first][1]:,} bytes, sha256 {text.hashes[first][0].hex()[:16]}); remove them from the"
+        f" {kind} text"
     ]
 
 

@@ -125,7 +125,7 @@ def _export(
             plan = plan_of(shape, source.tokens.val.tokens, golf.evaluation, golf.stride)
         except ValueError as error:
             raise UserError(f"--evaluation: {error}.") from None
-        certificate = certify(source.corpus, source.tokens, plan, is_training_known=source.is_training_known)
+        certificate = certify(source.corpus, source.tokens, plan, searched=source.train_split)
     certificate.write(partial / CERTIFICATE)
     if not certificate.holds:
         return Exported(folder, certificate, problems=[certificate.line])

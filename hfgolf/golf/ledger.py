@@ -321,7 +321,7 @@ def _raw_problem(
         stream = encoded.val
         num_tokens = max(2, len(stream.tokens))  # a tokenizer that makes nothing of a text gets no certificate
         plan = plan_windows("flat", num_tokens, min(1024, num_tokens - 1))
-        raw = certify(corpus, encoded, plan, is_training_known=False)
+        raw = certify(corpus, encoded, plan, searched=None)
         if not raw.holds:
             return f"--files: {raw.line}"
         if any(certificate.get(name) != raw.facts[name] for name in ("documents", "sha256", "num_bytes")):

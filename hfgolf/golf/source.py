@@ -19,6 +19,7 @@ from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import tokenizer_sha256
 from hfgolf.evaluate.context import evaluation_length
 from hfgolf.evaluate.text import tokenize_files
+from hfgolf.golf.certificate import Searched
 from hfgolf.publish.load import load_exported
 from hfgolf.publish.model_card import model_card
 from hfgolf.run.folder import RunFolder
@@ -35,10 +36,10 @@ if TYPE_CHECKING:
 class Source:
     """A model and its text.
 
-    sequence_length, seed, blocks_read: of the training, which determine the calibration text. is_training_known:
-    whether the train split is all that the weights have seen. golf: the settings of the run. card: returns the model
-    card, given the final figures with the keys of a run's summary. run_config: what it takes to train the model again,
-    or None.
+    sequence_length, seed, blocks_read: of the training, which determine the calibration text. train_split: what it
+    is to the model; None if the weights have seen other text, too. golf: the settings of the run. card: returns the
+    model card, given the final figures with the keys of a run's summary. run_config: what it takes to train the model
+    again, or None.
     """
 
     model: PreTrainedModel
@@ -48,7 +49,7 @@ class Source:
     sequence_length: int
     seed: int | None
     blocks_read: int
-    is_training_known: bool
+    train_split: Searched | None
     golf: GolfSection
     card: Callable[[dict[str, Any]], str]
     run_config: RunConfig | None
@@ -102,7 +103,7 @@ def run_source(folder: Path) -> Source:
         sequence_length=length,
         seed=config.order_seed,
         blocks_read=int(summary.get("tokens") or 0) // length,
-        is_training_known=config.model.init_from is None and not has_other,
+        train_split="training" if config.model.init_from is None and not has_other else None,
         golf=config.golf,
         card=lambda figures: model_card(config, summary | figures, model),
         run_config=config,
@@ -162,7 +163,7 @@ def model_source(name: str, files: list[str], calibration_files: list[str], text
         sequence_length=length,
         seed=0,
         blocks_read=0,
-        is_training_known=True,
+        train_split="calibration",
         golf=GolfSection(),
         card=lambda figures: card,
         run_config=None,

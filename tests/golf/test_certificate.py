@@ -47,7 +47,7 @@ def test_certificate_holds_on_text_of_every_kind(certified, sentencepiece_like, 
     assert facts["documents"] == [[hashlib.sha256(text).hexdigest(), len(text)] for text in raw]
     assert facts["sha256"] == hashlib.sha256(b"".join(raw)).hexdigest()
     assert facts["num_bytes"] == facts["token_bytes"] == facts["scored_bytes"] == sum(map(len, raw))
-    assert (facts["duplicates"], facts["training_documents"]) == ([], 2)
+    assert (facts["duplicates"], facts["searched_documents"]) == ([], 2)
     assert facts["coverage"]["num_scored"] == facts["num_tokens"] - 1
     expected = math.log2(facts["vocab_size"]) * (facts["num_tokens"] - 1) / facts["num_bytes"]
     assert facts["uniform_bits_per_byte"] == pytest.approx(expected, rel=1e-9)

@@ -191,12 +191,12 @@ def test_scaled_rope_is_refused_because_score_py_has_none(trained, tmp_path):
 
 
 def test_training_text_that_is_not_all_of_it_is_not_searched_for_duplicates(copied):
-    assert run_source(copied).is_training_known
+    assert run_source(copied).train_split == "training"
     with (copied / "metrics.jsonl").open("a") as file:
         file.write(
             '{"step": 10, "event": "resumed", "elapsed_seconds": 1.0, "changed": ["files"], "begins_data": true}\n'
         )
-    assert not run_source(copied).is_training_known
+    assert run_source(copied).train_split is None
 
 
 def forge(folder, name, content):
@@ -459,6 +459,7 @@ def test_any_golf_model_can_be_exported_also_if_its_tokenizer_begins_each_text_w
     printed = json.loads(ended.out)
     assert printed["ledger"]["after"]["bytes"] == sum(text.stat().st_size for text in texts)
     assert printed["problems"] == [] and "2 documents, " in printed["certificate"]
+    assert "none of them among 1 calibration document;" in printed["certificate"]
     assert "## How small it is" in (tmp_path / "out" / "model" / "README.md").read_text()
     assert np.fromfile(tmp_path / "out" / "tokens.bin", "<u2")[1] == 1
     assert run_script("golf_score.py", tmp_path / "out", "--files", *texts).status == 0
@@ -467,13 +468,13 @@ def test_any_golf_model_can_be_exported_also_if_its_tokenizer_begins_each_text_w
 
 
 def test_failed_certificate_gives_no_score(trained, corpus_file, tmp_path, run_script):
-    """The validation text is also the training text."""
+    """The validation text is also the calibration text."""
     copy = tmp_path / "copy.txt"
     shutil.copyfile(corpus_file, copy)
     options = ["--model", trained / "model", "--output", tmp_path / "out", "--budget_bytes", BUDGET]
     ended = run_script("golf_export.py", *options, "--files", copy, "--calibration_files", corpus_file)
     assert ended.status == 1
-    assert "No certificate: 1 of 1 validation documents are also training documents" in ended.err
+    assert "No certificate: 1 of 1 validation documents are also calibration documents" in ended.err
     assert "bits per byte" not in ended.out
     assert not (tmp_path / "out" / "artifact.bin").exists()
     assert json.loads((tmp_path / "out" / "certificate.json").read_text())["holds"] is False
