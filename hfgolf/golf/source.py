@@ -20,7 +20,7 @@ from hfgolf.data.tokenizer import tokenizer_sha256
 from hfgolf.evaluate.context import evaluation_length
 from hfgolf.evaluate.text import tokenize_files
 from hfgolf.golf.certificate import Searched
-from hfgolf.publish.load import load_exported
+from hfgolf.publish.load import load_exported, read_card
 from hfgolf.publish.model_card import model_card
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_metrics
@@ -153,8 +153,7 @@ def model_source(name: str, files: list[str], calibration_files: list[str], text
             f"--calibration_files: they have {count_of(len(tokens.train), 'token')}, but a sequence of this model takes"
             f" {length:,} and the one after; name more text."
         )
-    readme = Path(name) / "README.md"
-    card = readme.read_text(encoding="utf-8") if readme.is_file() else f"# {Path(name).name}\n"
+    card = read_card(name)
     return Source(
         model,
         tokens.tokenizer,

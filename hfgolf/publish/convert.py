@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
 from hfgolf.publish.gguf import has_gguf
-from hfgolf.publish.load import load_exported
-from hfgolf.publish.model_card import CHAT_SECTION, read_card, usage, with_usage
+from hfgolf.publish.load import file_beside, load_exported, read_card
+from hfgolf.publish.model_card import CHAT_SECTION, usage, with_usage
 from hfgolf.publish.native import converted
 from hfgolf.system.errors import UserError, writing
 
@@ -37,15 +37,14 @@ def convert_folder(model: str, output: Path, to: str, location: str | None = Non
     Returns a sentence that says what it became and how far the logits are apart. location: in the card's example; None:
     `output`. Raises UserError if it cannot be loaded, converted or written.
     """
-    folder = Path(model)
     original, tokenizer = load_exported(model)  # as Golf, if it was
-    card = read_card(folder)
+    card = read_card(model)
     ids = tokenizer(card, verbose=False)["input_ids"]  # it may be longer than the model's longest text
     result, sentence = converted(original.cpu(), to, ids)
     sections = usage(result, location or str(output), CHAT_SECTION in card, has_gguf(result, tokenizer))
-    pictures = [path for path in [folder / "loss.png"] if path.is_file()]
+    picture = file_beside(model, "loss.png")
     with writing("the model", output):
-        export_model(result, tokenizer, output, with_usage(card, sections), pictures)
+        export_model(result, tokenizer, output, with_usage(card, sections), [picture] if picture else [])
     return sentence
 
 

@@ -19,8 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTok
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hfgolf.data.chat import stop_ids
-from hfgolf.publish.load import load_exported
-from hfgolf.publish.model_card import read_card
+from hfgolf.publish.load import load_exported, read_card
 from hfgolf.publish.native import XIELU_OF_RELU2, converted
 from hfgolf.system.durable import replace_file
 from hfgolf.system.errors import UserError, writing
@@ -80,7 +79,7 @@ def export_gguf(model: str, output: Path, quantization: str) -> str:
     if find_spec("gguf") is None:
         raise UserError("--to gguf: needs the package gguf; run `pip install gguf`.")
     original, tokenizer = load_exported(model)
-    card = read_card(Path(model))
+    card = read_card(model)
     native, sentence = converted(original.cpu(), "native", tokenizer(card, verbose=False)["input_ids"])
     fields = gguf_fields(native, tokenizer)
     partial = output.with_name(f".partial-{output.name}")

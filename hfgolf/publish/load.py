@@ -8,11 +8,13 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HfHubHTTPError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -131,6 +133,22 @@ def load_model_config(name_or_path: str, key: str = "--model") -> PreTrainedConf
         if layers > _MAX_LAYERS:
             raise ValueError(f"config.json: num_hidden_layers {layers} is out of range; allowed: 1 to {_MAX_LAYERS}")
     return config
+
+
+def read_card(name_or_path: str) -> str:
+    """Return the card of a model, a folder or a name on the Hub; a title if there is none."""
+    readme = file_beside(name_or_path, "README.md")
+    return readme.read_text(encoding="utf-8") if readme else f"# {Path(name_or_path).name}\n"
+
+
+def file_beside(name_or_path: str, file: str) -> Path | None:
+    """Return a file that lies beside the weights of a model, a folder or a name on the Hub; None if there is none."""
+    if Path(name_or_path).is_dir():
+        path = Path(name_or_path, file)
+        return path if path.is_file() else None
+    with suppress(OSError, HfHubHTTPError):
+        return Path(hf_hub_download(name_or_path, file, local_files_only=is_cached_only(name_or_path)))
+    return None
 
 
 @contextmanager

@@ -197,12 +197,6 @@ def _origin(init_from: dict[str, Any]) -> str:
     return f"from the weights of {_plain(Path(init_from['name']).name)} (sha256 {init_from['sha256'][:16]})"
 
 
-def read_card(folder: Path) -> str:
-    """Return the card in a model's folder; a title if there is none."""
-    readme = folder / "README.md"
-    return readme.read_text(encoding="utf-8") if readme.is_file() else f"# {folder.name}"
-
-
 def with_usage(card: str, sections: str) -> str:
     """Return a card with other sections on loading and using the model; an edited card without them stays as it is."""
     return _USAGE_IN_CARD.sub(lambda _: sections, card, count=1)

@@ -13,6 +13,7 @@ from tiny_export import build_tiny
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.export import export_model
+from hfgolf.publish.hub import push_folder
 from hfgolf.publish.load import load_exported
 
 MODELS = {
@@ -123,10 +124,17 @@ def test_a_native_folder_becomes_golf_again(exported, tmp_path):
     assert {path.name for path in (tmp_path / "golf").iterdir()} == {path.name for path in exported.iterdir()}
 
 
-def test_an_edited_card_without_the_sections_stays(exported, tmp_path):
-    (exported / "README.md").write_text("# Mine\n\nNothing else.\n")
+def test_an_edited_card_without_the_sections_stays_also_from_the_hub(exported, hub, python, tmp_path):
+    mine = "---\nlicense: mit\n---\n\n# Mine\n\nNothing else.\n"
+    (exported / "README.md").write_text(mine)
+    (exported / "loss.png").write_bytes(b"a picture")
     convert_folder(str(exported), tmp_path / "native", "native")
-    assert (tmp_path / "native" / "README.md").read_text() == "# Mine\n\nNothing else.\n"
+    push_folder(exported, "user/mine", private=False, message="m", format="golf")
+    options = ("--model", "user/mine", "--to", "native", "--output", tmp_path / "from-hub")
+    assert python("-m", "hfgolf", "export", *options, endpoint=hub.endpoint).returncode == 0
+    for folder in (tmp_path / "native", tmp_path / "from-hub"):
+        assert (folder / "README.md").read_text() == mine
+        assert (folder / "loss.png").read_bytes() == b"a picture"
 
 
 def test_export_script_converts_both_ways_and_refuses_in_one_line(exported, hfgolf, tmp_path):
