@@ -16,7 +16,7 @@ import itertools
 import math
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -202,6 +202,8 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "ema-nesterov 0.6 0.99": ({}, lambda: EmaNesterov(0.6, 0.99)),
     "tail 0.4": ({}, lambda: Tail(0.4)),
     "power 1.2": ({}, lambda: power(1.2)),
+    "floor 0.1": ({"schedule.floor": 0.1}, None),
+    "floor 0.2": ({"schedule.floor": 0.2}, None),
     "warmdown 0.8": ({"schedule.warmdown_fraction": 0.8}, None),
     "warmdown 1, power 1.2": ({"schedule.warmdown_fraction": 1.0}, lambda: power(1.2, warmdown=1.0)),
     "decay high, low, high": ({}, lambda: high_low_high(0.3)),
@@ -239,7 +241,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shakespeare", type=Path, required=True, help="the text tinyshakespeare")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
-    parser.add_argument("--ideas", nargs="+", type=_known, default=list(IDEAS), metavar="IDEA")
+    parser.add_argument("--ideas", nargs="+", type=known, default=list(IDEAS), metavar="IDEA")
     parser.add_argument("--seeds", nargs="+", type=int, default=[])
     arguments = parser.parse_args()
 
@@ -256,14 +258,14 @@ def main() -> None:
             report(title, rows)
 
 
-def _known(together: str) -> str:
+def known(together: str) -> str:
     if unknown := [idea for idea in together.split(" + ") if idea not in IDEAS]:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r} is none of: {', '.join(IDEAS)}")
     return together
 
 
-def train(task: str, ideas: str, seed: int, shakespeare: Path) -> float:
-    """Return the validation loss at the end, in nats per token of the whole held-out part."""
+def train(task: str, ideas: str, seed: int, shakespeare: Path, others: Sequence[hfgolf.Hook] = ()) -> float:
+    """Return the validation loss at the end, in nats per token of the whole held-out part. others: more hooks."""
     config, task_values = TASKS[task]
     rates = load_config(["--config", config], values=task_values).config.optim
     peak = {"optim.learning_rate": rates.learning_rate}
@@ -282,7 +284,7 @@ def train(task: str, ideas: str, seed: int, shakespeare: Path) -> float:
             values |= {"data.source": "files", "data.files": [str(text)]}
         values |= {"run.seed": seed, "run.name": "run", "run.output_dir": folder}
         values |= {"train.cpu_threads": 1, "train.compile": False, "train.sample_tokens": None}
-        return float(api.train(load_config(["--config", config], values=values), hooks)["val_loss"])
+        return float(api.train(load_config(["--config", config], values=values), [*hooks, *others])["val_loss"])
 
 
 def report(title: str, rows: list[dict[str, Any]]) -> None:

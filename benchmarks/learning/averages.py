@@ -1,0 +1,108 @@
+"""Which average of the weights is the best at the end of a run? Start it once per core, then without --seeds:
+
+    python benchmarks/learning/averages.py --shakespeare input.txt --tasks small --ideas base "floor 0.1" --seeds 1 2
+    python benchmarks/learning/averages.py
+
+Each run of a task of ideas.py, with its ideas, keeps several averages at once: plain means over the last part of the
+steps, and exponential ones (EMA) whose mean age is a part of the steps. At the end, it evaluates each of them and the
+last weights on the whole held-out part, and adds a row to averages.jsonl beside this file. Differences are from the
+last weights of the base with the same seed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from ideas import TASKS, Idea, known, train
+from torch import Tensor
+
+from hfgolf.system.hardware import device_name
+from hfgolf.train.validation import evaluate
+
+sys.path.append(str(Path(__file__).parents[1]))
+from jobs import do_unclaimed, series_of
+
+ROWS, CLAIMS = Path(__file__).parent / "averages.jsonl", Path("averages_claims")
+PARTS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
+AGES = (0.02, 0.04, 0.08)
+LAST = "last weights"
+
+
+class Averages(Idea):
+    """Keep all of the averages, and evaluate them after the last step."""
+
+    def __init__(self) -> None:
+        self.means: dict[float, list[Tensor]] = {}
+        self.counts = dict.fromkeys(PARTS, 0)
+        self.emas: dict[float, list[Tensor]] = {}
+        self.losses: dict[str, float] = {}
+        self.steps = 0.0
+
+    def before_step(self, run: Any, expected_steps: float) -> None:
+        super().before_step(run, expected_steps)
+        self.steps = expected_steps
+
+    @torch.no_grad()
+    def after_step(self, run: Any, result: Any) -> None:
+        weights = list(run.raw_model.parameters())
+        for age in AGES:
+            average = self.emas.setdefault(age, [weight.clone() for weight in weights])
+            torch._foreach_lerp_(average, weights, 1 / (age * self.steps + 1))
+        for part in PARTS:
+            if self.progress >= 1 - part:
+                self.counts[part] += 1
+                mean = self.means.setdefault(part, [weight.clone() for weight in weights])
+                torch._foreach_lerp_(mean, weights, 1 / self.counts[part])
+        if self.is_last:
+            averages = {f"mean of the last {part:.0%}": mean for part, mean in self.means.items()}
+            averages |= {f"EMA, mean age {age:.0%}": average for age, average in self.emas.items()}
+            last = [weight.clone() for weight in weights]
+            for name, average in ({LAST: last} | averages).items():
+                torch._foreach_copy_(weights, average)
+                self.losses[name] = evaluate(run).loss
+            torch._foreach_copy_(weights, last)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shakespeare", type=Path, help="the text tinyshakespeare")
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--ideas", nargs="+", type=known, default=["base"], metavar="IDEA")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[])
+    arguments = parser.parse_args()
+
+    def row(task: str, idea: str, seed: int) -> dict[str, Any]:
+        averages = Averages()
+        train(task, idea, seed, arguments.shakespeare, [averages])
+        machine = device_name(torch.device("cpu"))
+        return {"task": task, "idea": idea, "seed": seed, "val_loss": averages.losses, "machine": machine}
+
+    jobs = itertools.product(arguments.seeds, arguments.ideas, arguments.tasks)
+    named = ((f"{task}-{idea}-{seed}", partial(row, task, idea, seed)) for seed, idea, task in jobs)
+    do_unclaimed(named, CLAIMS, ROWS)
+    for title, rows in series_of(ROWS, lambda row: f"{row['task']}, {row['machine']}").items():
+        report(title, rows)
+
+
+def report(title: str, rows: list[dict[str, Any]]) -> None:
+    """Print each average of each idea, best first."""
+    base = {row["seed"]: row["val_loss"][LAST] for row in rows if row["idea"] == "base"}
+    found: dict[str, list[float]] = {}
+    for row in rows:
+        for name, loss in row["val_loss"].items():
+            if row["seed"] in base:
+                found.setdefault(f"{row['idea']}: {name}", []).append(loss - base[row["seed"]])
+    print(f"{title}: {sum(base.values()) / max(1, len(base)):.4f} nats per token ({len(base)} seeds)")
+    for name, differences in sorted(found.items(), key=lambda item: sum(item[1]) / len(item[1])):
+        each = ", ".join(f"{difference:+.4f}" for difference in differences)
+        print(f"  {name:42} {sum(differences) / len(differences):+.4f} ({each})")
+
+
+if __name__ == "__main__":
+    main()
