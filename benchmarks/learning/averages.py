@@ -30,7 +30,7 @@ from jobs import do_unclaimed, series_of
 
 ROWS, CLAIMS = Path(__file__).parent / "averages.jsonl", Path("averages_claims")
 PARTS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
-AGES = (0.02, 0.04, 0.08)
+AGES = (0.02, 0.04, 0.08, 0.12, 0.16)
 LAST = "last weights"
 
 
