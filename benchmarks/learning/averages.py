@@ -1,12 +1,13 @@
 """Which average of the weights is the best at the end of a run? Start it once per core, then without --seeds:
 
     python benchmarks/learning/averages.py --shakespeare input.txt --tasks small --ideas base "floor 0.1" --seeds 1 2
+    python benchmarks/learning/averages.py --proof proof_jobs.jsonl --seeds 1 2
     python benchmarks/learning/averages.py
 
-Each run of a task of ideas.py, with its ideas, keeps several averages at once: plain means over the last part of the
-steps, and exponential ones (EMA) whose mean age is a part of the steps. At the end, it evaluates each of them and the
-last weights on the whole held-out part, and adds a row to averages.jsonl beside this file. Differences are from the
-last weights of the base with the same seed.
+Each run of a task of ideas.py, with its ideas, or of what the autopilot chose for a text (a job of law/proof.py), keeps
+several averages at once: plain means over the last part of the steps, and exponential ones (EMA) whose mean age is a
+part of the steps. At the end, it evaluates each of them and the last weights on the whole held-out part, and adds a row
+to averages.jsonl beside this file. Differences are from the last weights of the base with the same seed.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
+import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +24,13 @@ import torch
 from ideas import TASKS, Idea, known, train
 from torch import Tensor
 
+from hfgolf import api
+from hfgolf.config.parse import load_config
 from hfgolf.system.hardware import device_name
 from hfgolf.train.validation import evaluate
 
 sys.path.append(str(Path(__file__).parents[1]))
-from jobs import do_unclaimed, series_of
+from jobs import do_unclaimed, rows_of, series_of
 
 ROWS, CLAIMS = Path(__file__).parent / "averages.jsonl", Path("averages_claims")
 PARTS = (0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5)
@@ -72,22 +76,38 @@ class Averages(Idea):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shakespeare", type=Path, help="the text tinyshakespeare")
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=[])
+    parser.add_argument("--proof", type=Path, help="the jobs of law/proof.py, of which the choices are trained")
     parser.add_argument("--ideas", nargs="+", type=known, default=["base"], metavar="IDEA")
     parser.add_argument("--seeds", nargs="+", type=int, default=[])
     arguments = parser.parse_args()
 
+    jobs = rows_of(arguments.proof) if arguments.proof else []
+    choices = {f"{Path(job['text']).stem}, {job['minutes']:g} min": job for job in jobs if job["name"] == "choice"}
+
     def row(task: str, idea: str, seed: int) -> dict[str, Any]:
         averages = Averages()
-        train(task, idea, seed, arguments.shakespeare, [averages])
+        if task in choices:
+            train_choice(choices[task], seed, averages)
+        else:
+            train(task, idea, seed, arguments.shakespeare, [averages])
         machine = device_name(torch.device("cpu"))
         return {"task": task, "idea": idea, "seed": seed, "val_loss": averages.losses, "machine": machine}
 
-    jobs = itertools.product(arguments.seeds, arguments.ideas, arguments.tasks)
-    named = ((f"{task}-{idea}-{seed}", partial(row, task, idea, seed)) for seed, idea, task in jobs)
-    do_unclaimed(named, CLAIMS, ROWS)
+    tried = [*itertools.product(arguments.tasks, arguments.ideas), *((task, "base") for task in choices)]
+    runs = [(task, idea, seed) for seed in arguments.seeds for task, idea in tried]
+    do_unclaimed(((f"{task}-{idea}-{seed}", partial(row, task, idea, seed)) for task, idea, seed in runs), CLAIMS, ROWS)
     for title, rows in series_of(ROWS, lambda row: f"{row['task']}, {row['machine']}").items():
         report(title, rows)
+
+
+def train_choice(job: dict[str, Any], seed: int, averages: Averages) -> None:
+    """Train what the autopilot chose, as law/proof.py does; `averages` evaluates it."""
+    with tempfile.TemporaryDirectory() as folder:
+        values = job["values"] | {"run.seed": seed, "run.output_dir": folder, "run.name": "run"}
+        values |= {"train.cpu_threads": 1, "train.compile": False, "train.sample_tokens": None}
+        values |= {"train.eval_every_steps": job["values"]["train.max_steps"], "train.final_eval_tokens": 4096}
+        api.train(load_config([job["text"]], values=values), [averages])
 
 
 def report(title: str, rows: list[dict[str, Any]]) -> None:
