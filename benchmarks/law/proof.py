@@ -45,7 +45,7 @@ from hfgolf import api
 from hfgolf.config.parse import AUTOPILOT, DISTILL_FROM, load_config
 from hfgolf.config.sections import RunConfig
 from hfgolf.train import autopilot
-from hfgolf.train.autopilot import EVALUATIONS, SHARE_OF_STEPS, VOCABULARIES, choose
+from hfgolf.train.autopilot import EVALUATIONS, SHARE_OF_STEPS, VOCABULARIES, choose, decay_of
 from hfgolf.train.decisions import decide
 from hfgolf.train.law import Shape, heads_of, layers_of, rates_of
 from hfgolf.train.successor import count_teachers
@@ -197,7 +197,7 @@ def neighbors(chosen: dict[str, Any]) -> dict[str, dict[str, Any]]:
     if chosen["train.max_tokens"] is not None:
         grid |= {LONGER: stay, TAUGHT: stay}
     grid[SMALL] = _width(256) | _vocabulary(4096) | {"model.dropout": 0.0, "train.max_tokens": None}
-    grid[SMALL] |= {"batch.tokens_per_step": 2048}
+    grid[SMALL] |= {"batch.tokens_per_step": 2048, "optim.ema_decay": None, "optim.ema_export": False}
     return grid
 
 
@@ -235,9 +235,12 @@ def jobs_of(text: Path, minutes: float) -> list[dict[str, Any]]:
             steps = min(steps, round(most / config.batch.tokens_per_step))
         if name == TAUGHT and not count_teachers(steps * seconds, SHARE_OF_STEPS * minutes):
             continue
-        others = {SHORTER: round(0.6 * steps), LONGER: min(whole, round(steps / 0.6))}
+        steps = {SHORTER: round(0.6 * steps), LONGER: min(whole, round(steps / 0.6))}.get(name, steps)
+        limits = {"train.max_tokens": None, "train.max_steps": steps}
+        if values["optim.ema_export"]:
+            limits["optim.ema_decay"] = decay_of(steps)
         job = {"text": str(text), "minutes": minutes, "name": name, "machine": machine, "seconds": seconds}
-        jobs.append(job | {"values": values | {"train.max_tokens": None, "train.max_steps": others.get(name, steps)}})
+        jobs.append(job | {"values": values | limits})
     return jobs
 
 

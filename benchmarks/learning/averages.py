@@ -4,7 +4,7 @@
     python benchmarks/learning/averages.py --proof proof_jobs.jsonl --seeds 1 2
     python benchmarks/learning/averages.py
 
-Each run of a task of ideas.py, with its ideas, or of what the autopilot chose for a text (a job of law/proof.py), keeps
+Each run of a task of ideas.py, or of what the autopilot chose for a text (a job of law/proof.py), with its ideas, keeps
 several averages at once: plain means over the last part of the steps, and exponential ones (EMA) whose mean age is a
 part of the steps. At the end, it evaluates each of them and the last weights on the whole held-out part, and adds a row
 to averages.jsonl beside this file. Differences are from the last weights of the base with the same seed.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ideas import TASKS, Idea, known, train
+from ideas import TASKS, Idea, changes_of, known, train
 from torch import Tensor
 
 from hfgolf import api
@@ -88,26 +88,29 @@ def main() -> None:
     def row(task: str, idea: str, seed: int) -> dict[str, Any]:
         averages = Averages()
         if task in choices:
-            train_choice(choices[task], seed, averages)
+            train_choice(choices[task], idea, seed, averages)
         else:
             train(task, idea, seed, arguments.shakespeare, [averages])
         machine = device_name(torch.device("cpu"))
         return {"task": task, "idea": idea, "seed": seed, "val_loss": averages.losses, "machine": machine}
 
-    tried = [*itertools.product(arguments.tasks, arguments.ideas), *((task, "base") for task in choices)]
-    runs = [(task, idea, seed) for seed in arguments.seeds for task, idea in tried]
+    runs = [
+        (task, idea, seed)
+        for seed, idea, task in itertools.product(arguments.seeds, arguments.ideas, (*arguments.tasks, *choices))
+    ]
     do_unclaimed(((f"{task}-{idea}-{seed}", partial(row, task, idea, seed)) for task, idea, seed in runs), CLAIMS, ROWS)
     for title, rows in series_of(ROWS, lambda row: f"{row['task']}, {row['machine']}").items():
         report(title, rows)
 
 
-def train_choice(job: dict[str, Any], seed: int, averages: Averages) -> None:
-    """Train what the autopilot chose, as law/proof.py does; `averages` evaluates it."""
+def train_choice(job: dict[str, Any], ideas: str, seed: int, averages: Averages) -> None:
+    """Train what the autopilot chose, as law/proof.py does, but with ideas; `averages` evaluates it."""
     with tempfile.TemporaryDirectory() as folder:
-        values = job["values"] | {"run.seed": seed, "run.output_dir": folder, "run.name": "run"}
+        values, hooks = changes_of(ideas, job["values"])
+        values = job["values"] | values | {"run.seed": seed, "run.output_dir": folder, "run.name": "run"}
         values |= {"train.cpu_threads": 1, "train.compile": False, "train.sample_tokens": None}
         values |= {"train.eval_every_steps": job["values"]["train.max_steps"], "train.final_eval_tokens": 4096}
-        api.train(load_config([job["text"]], values=values), [averages])
+        api.train(load_config([job["text"]], values=values), [*hooks, averages])
 
 
 def report(title: str, rows: list[dict[str, Any]]) -> None:

@@ -38,6 +38,7 @@ ROWS, CLAIMS = Path(__file__).parent / "ideas.jsonl", Path("ideas_claims")
 MARGIN = 0.005
 SMALLER = {"model.hidden_size": 128, "model.num_hidden_layers": 3}
 RATES = {"optim.learning_rate": 0.028, "optim.adamw_learning_rate": 0.02}
+CHARACTERS = {"train.max_minutes": None, "train.final_eval_tokens": None}
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "shakespeare": (
         "small",
@@ -47,15 +48,8 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "python": ("small", SMALLER | RATES | {"tokenizer.vocab_size": 2048, "train.max_steps": 850}),
     "small": ("small", {}),
-    "characters": (
-        "shakespeare_char",
-        {
-            "train.max_steps": 900,
-            "train.max_minutes": None,
-            "train.eval_every_steps": 300,
-            "train.final_eval_tokens": None,
-        },
-    ),
+    "characters": ("shakespeare_char", CHARACTERS | {"train.max_steps": 900, "train.eval_every_steps": 300}),
+    "characters, 2,360 steps": ("shakespeare_char", CHARACTERS | {"train.max_steps": 2360}),
 }
 """{name: config, changes of it}."""
 UNTIED = {"model.tie_word_embeddings": False}
@@ -204,6 +198,7 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "power 1.2": ({}, lambda: power(1.2)),
     "floor 0.1": ({"schedule.floor": 0.1}, None),
     "floor 0.2": ({"schedule.floor": 0.2}, None),
+    "warmdown 0.3": ({"schedule.warmdown_fraction": 0.3}, None),
     "warmdown 0.8": ({"schedule.warmdown_fraction": 0.8}, None),
     "warmdown 1, power 1.2": ({"schedule.warmdown_fraction": 1.0}, lambda: power(1.2, warmdown=1.0)),
     "decay high, low, high": ({}, lambda: high_low_high(0.3)),
@@ -264,21 +259,27 @@ def known(together: str) -> str:
     return together
 
 
+def changes_of(ideas: str, peaks: dict[str, Any]) -> tuple[dict[str, Any], list[Idea]]:
+    """Return what ideas change in a config, and their hooks. peaks: values with the rates of Muon and AdamW."""
+    values: dict[str, Any] = {}
+    hooks = []
+    for changes, hook in (IDEAS[idea] for idea in ideas.split(" + ")):
+        for key, value in changes.items():
+            factor = peaks.get(key, peaks["optim.adamw_learning_rate"]) if key.endswith("learning_rate") else 1
+            values[key] = value * factor if factor != 1 else value
+        hooks += [hook()] if hook else []
+    return values, hooks
+
+
 def train(task: str, ideas: str, seed: int, shakespeare: Path, others: Sequence[hfgolf.Hook] = ()) -> float:
     """Return the validation loss at the end, in nats per token of the whole held-out part. others: more hooks."""
     config, task_values = TASKS[task]
     rates = load_config(["--config", config], values=task_values).config.optim
-    peak = {"optim.learning_rate": rates.learning_rate}
-    values = dict(task_values)
-    hooks = []
-    for changes, hook in (IDEAS[idea] for idea in ideas.split(" + ")):
-        values |= {
-            key: value * peak.get(key, rates.adamw_learning_rate) if key.endswith("learning_rate") else value
-            for key, value in changes.items()
-        }
-        hooks += [hook()] if hook else []
+    peaks = {"optim.learning_rate": rates.learning_rate, "optim.adamw_learning_rate": rates.adamw_learning_rate}
+    changes, hooks = changes_of(ideas, peaks)
+    values = task_values | changes
     with tempfile.TemporaryDirectory() as folder:
-        if task in ("shakespeare", "characters"):
+        if task not in ("python", "small"):
             text = Path(folder, "shakespeare.txt")
             text.write_bytes(shakespeare.read_bytes()[:1_003_854])
             values |= {"data.source": "files", "data.files": [str(text)]}

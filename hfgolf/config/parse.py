@@ -62,6 +62,8 @@ AUTOPILOT = (
     "batch.tokens_per_step",
     "optim.learning_rate",
     "optim.adamw_learning_rate",
+    "optim.ema_decay",
+    "optim.ema_export",
     "train.max_tokens",
     "schedule.warmup_steps",
     "train.eval_every_steps",

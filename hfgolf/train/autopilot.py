@@ -50,6 +50,8 @@ READ_BYTES = 20_000_000
 SAMPLE_BYTES = 2_000_000
 MAX_TIMED, TIMED_SECONDS, MAX_TIMES = 4, 1.0, 50  # shapes, and of each
 ASSUMED_MFU = 0.3  # of the first shape that is timed
+AVERAGED_EPOCHS = 3  # of a text that is read so often, averaged weights know more: benchmarks/learning/averages.py
+MEAN_AGE = 0.12  # of the weights in that average, as a share of the steps
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Choice:
     shape: Shape
     tokens_per_step: int
     tokens: float
+    epochs: float
     seconds: float
     """Of all its steps."""
     is_whole: bool
@@ -160,8 +163,10 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Ch
         longer = config.replace(train__max_minutes=times * minutes)
         others[name] = _best(_choices(longer, open_keys, text, speed, sizes, num_processes))
     seconds = speed.seconds(best.shape, best.tokens_per_step)
-    lines = _described(best, others, text, minutes if num_processes == 1 else 0)
-    return Chosen(_values(config, best, open_keys), lines, best.tokens_per_step / seconds)
+    values = _values(config, best, open_keys)
+    is_averaged = values.get("optim__ema_export", False)
+    lines = _described(best, others, text, minutes if num_processes == 1 else 0, is_averaged)
+    return Chosen(values, lines, best.tokens_per_step / seconds)
 
 
 def _best(choices: Iterable[Choice]) -> Choice:
@@ -228,7 +233,7 @@ def _possible_sizes(config: RunConfig, open_keys: set[str], text: Text, num_proc
         is_deep = "model.num_hidden_layers" in open_keys
         shape = Shape(width, layers_of(width) if is_deep else model.num_hidden_layers, vocabulary, model.dropout)
         try:
-            config.replace(**_values(config, Choice(shape, step, step, math.inf, True, math.inf), open_keys))
+            config.replace(**_values(config, Choice(shape, step, step, 0.0, math.inf, True, math.inf), open_keys))
             possible.append(shape)
         except UserError as error:
             refused = refused or error
@@ -264,6 +269,7 @@ def _choices(
     lengths = LENGTHS[::-1] if "train.max_tokens" in open_keys else ()
     step_of = partial(_step_of, config, open_keys, num_processes)
     for size, dropout in itertools.product(sizes, dropouts):
+        text_tokens = text.num_bytes * text.tokens_per_byte[size.vocabulary]
         shape = dataclasses.replace(size, dropout=dropout)
         step, whole = step_of(), 0.0
         while True:  # larger steps are faster on a GPU, and a longer training takes larger steps
@@ -281,7 +287,8 @@ def _choices(
             is_known = is_last_resort or (is_small and reached >= MIN_STEPS * step)
             is_possible = is_known and reached >= step
             loss = bits_per_byte(text, shape, reached, step) if is_possible else math.inf
-            yield Choice(shape, step, max(reached, step), reached / step * step_seconds, tokens == whole, loss)
+            seconds_in_all = reached / step * step_seconds
+            yield Choice(shape, step, max(reached, step), reached / text_tokens, seconds_in_all, tokens == whole, loss)
 
 
 def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str, Any]:
@@ -290,6 +297,8 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
     muon, adamw = rates_of(shape.width)
     steps = choice.tokens / step
     has_size = config.tokenizer.kind in ("bpe", "byte")  # others have the entries that they have
+    may_average = {"optim.ema_decay", "optim.ema_export"} <= open_keys and not config.golf.qat_fraction
+    is_averaged = may_average and choice.epochs >= AVERAGED_EPOCHS
     values = {
         "tokenizer.kind": "byte" if shape.vocabulary == 256 else "bpe",
         "tokenizer.vocab_size": "auto" if shape.vocabulary == 256 or not has_size else shape.vocabulary,
@@ -300,11 +309,18 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
         "batch.tokens_per_step": step,
         "optim.learning_rate": float(f"{muon:.2g}"),
         "optim.adamw_learning_rate": float(f"{adamw:.2g}"),
+        "optim.ema_decay": decay_of(steps) if is_averaged else None,
+        "optim.ema_export": is_averaged,
         "train.max_tokens": None if choice.is_whole else round(choice.tokens / step) * step,
         "schedule.warmup_steps": min(20, int(steps / 10)),
         "train.eval_every_steps": max(1, round(steps / min(EVALUATIONS, max(1, choice.seconds / EVALUATION_SECONDS)))),
     }
     return {key.replace(".", "__"): value for key, value in values.items() if key in open_keys}
+
+
+def decay_of(steps: float) -> float:
+    """Return the decay of an average of the weights whose mean age is MEAN_AGE of so many steps."""
+    return round(1 - 1 / (1 + MEAN_AGE * steps), 5)
 
 
 def seconds_per_step(config: RunConfig, vocabulary: int, device: torch.device, num_processes: int) -> float:
@@ -356,14 +372,16 @@ def _median_seconds(work: Callable[[], None], device: torch.device) -> float:
     return statistics.median(seconds() for _ in range(times))
 
 
-def _described(best: Choice, others: Mapping[str, Choice], text: Text, minutes: float) -> list[str]:
+def _described(best: Choice, others: Mapping[str, Choice], text: Text, minutes: float, is_averaged: bool) -> list[str]:
     """Return three lines: what was chosen, with what the law expects of it; what else there was; how to change it.
 
-    others: {what is different: the best choice with it}. minutes: of this run and of one that it teaches.
+    others: {what is different: the best choice with it}. minutes: of this run and of one that it teaches. is_averaged:
+    whether the model has the average of its weights.
     """
     shape = best.shape
     what = f"{count_of(shape.layers, 'layer')} of width {shape.width}, {_vocabulary(shape)}"
     what += f", dropout {shape.dropout:g}" if shape.dropout else ""
+    what += ", averaged weights" if is_averaged else ""
     length = f"{rounded(best.tokens)} tokens in steps of {best.tokens_per_step:,}"
     length += "" if best.is_whole else f", which use up this text in {duration(best.seconds)}"
     teachers = 0 if best.is_whole else count_teachers(best.seconds, SHARE_OF_STEPS * minutes)

@@ -145,6 +145,30 @@ def test_untimed_steps_follow_from_the_nearest_timed_ones():
     assert speed.seconds(large, 4096) == pytest.approx(0.08 + 2 * flops[large] / 1e11)
 
 
+@pytest.mark.parametrize(
+    ("epochs", "options", "is_averaged"),
+    [
+        (3.5, [], True),
+        (2.5, [], False),
+        (3.5, ["--optim.ema_decay=0.5"], False),
+        (3.5, ["--optim.ema_export=false"], False),
+        (3.5, ["--golf.qat_fraction=0.1", "--golf.budget_bytes=400000"], False),
+    ],
+)
+def test_weights_are_averaged_over_an_eighth_of_the_steps_if_a_text_is_read_often(
+    epochs, options, is_averaged, text, monkeypatch
+):
+    monkeypatch.setattr(autopilot, "seconds_per_step", lambda *_: 0.01)
+    steps = round(epochs * Path(text).stat().st_size / 2048)
+    stated = ["--tokenizer.kind=byte", "--batch.tokens_per_step=2048", f"--train.max_steps={steps}", *options]
+    decisions = decide(load_config([text, "--minutes=9", "--train.max_tokens=null", *stated]), {})
+    chosen = autopilot.choose(decisions, torch.device("cpu"), 1)
+    optim = decisions.config.replace(**chosen.values).optim
+    assert optim.ema_export == is_averaged == (", averaged weights; about" in chosen.lines[0])
+    of_eighth = pytest.approx(1 - 1 / (1 + 0.12 * steps), abs=1e-5)
+    assert optim.ema_decay == (of_eighth if is_averaged else decisions.config.optim.ema_decay)
+
+
 def test_choice_follows_from_timed_steps_of_two_widths_not_from_the_assumed_speed(text, monkeypatch):
     timed: list[int] = []
 
