@@ -236,7 +236,7 @@ def jobs_of(text: Path, minutes: float) -> list[dict[str, Any]]:
         if name == TAUGHT and not count_teachers(steps * seconds, SHARE_OF_STEPS * minutes):
             continue
         steps = {SHORTER: round(0.6 * steps), LONGER: min(whole, round(steps / 0.6))}.get(name, steps)
-        limits = {"train.max_tokens": None, "train.max_steps": steps}
+        limits: dict[str, Any] = {"train.max_tokens": None, "train.max_steps": steps}
         if values["optim.ema_export"]:
             limits["optim.ema_decay"] = decay_of(steps)
         job = {"text": str(text), "minutes": minutes, "name": name, "machine": machine, "seconds": seconds}

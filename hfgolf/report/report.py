@@ -208,13 +208,14 @@ def _facts(run: RunRecord) -> dict[str, str]:
 
 
 def _samples(run: RunRecord) -> list[dict[str, Any]]:
-    """Return each sample with its prompt apart, and with the validation loss of its step, if there is one."""
+    """Return each sample with its prompt apart, and with the validation loss of its weights, if there is one."""
     samples = run.events("sample")[-_MAX_LISTED:]
     # the summary's sample is from the exported weights, and longer than the one logged at their step
     if run.summary.get("sample") is not None:
         last = {"step": run.summary.get("step"), "text": run.summary["sample"]}
         samples = [sample for sample in samples if sample["step"] != last["step"]] + [last]
-    losses = {row["step"]: f"{row['val_loss']:.4f}" for row in run.metrics.rows if row.get("val_loss")}
+    column = f"val_loss{run.of_exported}"
+    losses = {row["step"]: f"{row[column]:.4f}" for row in run.metrics.rows if row.get(column)}
     said = []
     for sample in samples:
         text, prompt = sample["text"], str(run.config.get("train.sample_prompt") or "")

@@ -46,6 +46,12 @@ class RunRecord:
         """The last row."""
         return self.metrics.rows[-1]
 
+    @property
+    def of_exported(self) -> str:
+        """The end of the names of columns of the exported weights: "_ema" if these are averages."""
+        is_averaged = self.summary.get("weights") == "ema" or self.config.get("optim.ema_export")
+        return "_ema" if is_averaged else ""
+
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind."""
         return [event for event in self.metrics.events if event["event"] == kind]
@@ -93,8 +99,8 @@ def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any
     seconds = seconds_by_kind(run)
     work_seconds = sum(seconds.values()) - seconds["idle"] if seconds else run.last.get("elapsed_seconds")
     return {
-        "val_loss": summary.get("val_loss", evaluated.get("val_loss")),
-        "val_bits_per_byte": summary.get("val_bits_per_byte", evaluated.get("val_bits_per_byte")),
+        "val_loss": summary.get("val_loss", evaluated.get(f"val_loss{run.of_exported}")),
+        "val_bits_per_byte": summary.get("val_bits_per_byte", evaluated.get(f"val_bits_per_byte{run.of_exported}")),
         "start_val_bits_per_byte": start.get("val_bits_per_byte"),
         "old_val_bits_per_byte": old,
         "old_change": None if old is None or old_start is None else old - old_start,

@@ -561,6 +561,14 @@ def test_findings_profile_and_samples_are_shown(folder):
     assert page.text.index("Step 600") < page.text.index("end", page.text.index("Step 600"))
 
 
+def test_figures_and_samples_of_a_run_that_exports_averages_are_theirs(folder):
+    averaged = {"val_loss_ema": 2.0625, "val_bits_per_byte_ema": 1.4375}
+    lines = [*rows(**averaged), event("sample", 600, text="text of 600")]
+    page = report(folder(lines, config_yaml="optim: {ema_decay: 0.9, ema_export: true}"))
+    assert page.figures["validation loss"].startswith("2.0625") and page.figures["bits per byte"] == "1.4375"
+    assert "Step 600 loss 2.0625" in page.text
+
+
 @pytest.mark.parametrize(
     ("events", "summary", "says"),
     [
