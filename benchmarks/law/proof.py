@@ -81,7 +81,9 @@ def main() -> None:
 
 
 def _title(row: dict[str, Any]) -> str:
-    return ", ".join(filter(None, (row["text"], row.get("sha256"), row.get("machine"), f"{row['minutes']:g} min")))
+    averaged = "averaged weights" if row["values"].get("optim.ema_export") else None
+    known = (row["text"], row.get("sha256"), row.get("machine"), f"{row['minutes']:g} min", averaged)
+    return ", ".join(filter(None, known))
 
 
 def write_text(name: str) -> Path:

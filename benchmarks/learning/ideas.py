@@ -39,13 +39,10 @@ MARGIN = 0.005
 SMALLER = {"model.hidden_size": 128, "model.num_hidden_layers": 3}
 RATES = {"optim.learning_rate": 0.028, "optim.adamw_learning_rate": 0.02}
 CHARACTERS = {"train.max_minutes": None, "train.final_eval_tokens": None}
+SHAKESPEARE = SMALLER | RATES | {"data.split": "contiguous", "tokenizer.vocab_size": 1024, "model.dropout": 0.1}
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
-    "shakespeare": (
-        "small",
-        SMALLER
-        | RATES
-        | {"data.split": "contiguous", "tokenizer.vocab_size": 1024, "model.dropout": 0.1, "train.max_steps": 600},
-    ),
+    "shakespeare": ("small", SHAKESPEARE | {"train.max_steps": 600}),
+    "shakespeare, 350 steps": ("small", SHAKESPEARE | {"train.max_steps": 350}),
     "python": ("small", SMALLER | RATES | {"tokenizer.vocab_size": 2048, "train.max_steps": 850}),
     "small": ("small", {}),
     "characters": ("shakespeare_char", CHARACTERS | {"train.max_steps": 900, "train.eval_every_steps": 300}),
