@@ -19,7 +19,7 @@ from hfgolf.commands.options import Answer, ScriptParser, check_output
 from hfgolf.config.sections import RunConfig
 from hfgolf.run.find_model import find_model, models_here
 from hfgolf.run.folder import RunFolder
-from hfgolf.run.metrics import read_metrics
+from hfgolf.run.metrics import of_averages, read_metrics
 from hfgolf.system.errors import UserError, writing
 from hfgolf.system.wording import join_words, one_line
 
@@ -171,14 +171,14 @@ def _figures(run: RunFolder, config: RunConfig, step: int) -> dict[str, Any]:
     """Return the figures of the evaluation at a step, with a summary's keys; {} if that step was not evaluated."""
     rows = read_metrics(run.metrics).rows if run.metrics.is_file() else []
     row: dict[str, Any] = next((row for row in reversed(rows) if row["step"] == step), {})
-    averaged = "_ema" if config.optim.ema_export else ""
-    loss = row.get(f"val_loss{averaged}")
+    row = of_averages(row) if config.optim.ema_export else row
+    loss = row.get("val_loss")
     if loss is None or "val_tokens" not in row:
         return {}
     return {
         "val_loss": loss,
         "val_perplexity": math.exp(min(loss, 700.0)),
-        "val_bits_per_byte": row[f"val_bits_per_byte{averaged}"],
+        "val_bits_per_byte": row["val_bits_per_byte"],
         "val_tokens": row["val_tokens"],
         "val_bytes": row["val_bytes"],
     }

@@ -19,7 +19,7 @@ from hfgolf.compare.launch import CONCURRENT_RUNS
 from hfgolf.compare.statistics import Curve, Point
 from hfgolf.config.other_names import in_current_names
 from hfgolf.run.folder import RunFolder
-from hfgolf.run.metrics import on_subset, read_rows
+from hfgolf.run.metrics import of_averages, on_subset, read_rows
 from hfgolf.run.record import read_json, read_summary
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
@@ -94,20 +94,21 @@ def _outcome(folder: RunFolder) -> Outcome:
     for key, kind in _METADATA.items():
         if not isinstance(metadata[key], kind):
             raise TypeError(f"{key} in metadata.json")
-    column = {"raw": "val_loss", "ema": "val_loss_ema"}[summary["weights"]]
+    if summary["weights"] == "ema":
+        rows = [of_averages(row) for row in rows]
     if not rows:
         raise KeyError("rows")
     last, seconds = rows[-1], [row["data_seconds"] + row["compute_seconds"] for row in rows]  # since the row before
     step_seconds = statistics.median(spent / len(row["train_losses"]) for spent, row in zip(seconds, rows, strict=True))
     before_seconds = rows[0]["elapsed_seconds"] - seconds[0]  # compilation; the clock starts before it
     curve = [
-        Point(row["step"], before_seconds + row["step"] * step_seconds, on_subset(row)[column])
+        Point(row["step"], before_seconds + row["step"] * step_seconds, on_subset(row)["val_loss"])
         for row in rows
-        if on_subset(row).get(column) is not None  # None: no evaluation, or a nonfinite loss
+        if on_subset(row).get("val_loss") is not None  # None: no evaluation, or a nonfinite loss
     ]
     if not curve or curve[-1].step != last["step"]:
         raise UserError(f"{folder.path} ended with a validation loss that is not finite.")
-    curve[-1] = curve[-1]._replace(loss_at_end=last[column])
+    curve[-1] = curve[-1]._replace(loss_at_end=last["val_loss"])
     return Outcome(
         path=folder.path,
         curve=curve,

@@ -681,7 +681,7 @@ class OptimSection(Section, frozen=True):
     """Decay per step of the exponential moving average (EMA) of the weights, whose mean age is 1 / (1 - decay) steps;
     null: no EMA. Where a text is read three times or more, a mean age of an eighth of the steps lowers the loss."""
     ema_export: bool = False
-    """Use the averaged weights instead of the raw ones to choose the best step, stop early and export."""
+    """Evaluate and export the averaged weights instead of the raw ones; else, they are evaluated, too."""
 
     def _problems(self) -> Iterator[str]:
         if self.newton_schulz_coefficients == "polar_express" and self.newton_schulz_steps > 5:
@@ -965,7 +965,7 @@ class RunConfig(Section, frozen=True):
     @property
     def eval_passes(self) -> int:
         """Return how many passes an evaluation makes: for the weights, their averages, and data.old_text."""
-        return 1 + self.optim.has_ema + bool(self.data.old_text)
+        return 1 + (self.optim.has_ema and not self.optim.ema_export) + bool(self.data.old_text)
 
     @property
     def order_seed(self) -> int | None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hfgolf.run.loss_levels import LEVEL_STEPS
-from hfgolf.run.metrics import on_subset
+from hfgolf.run.metrics import of_averages, on_subset
 
 Line = dict[str, Any]
 
@@ -142,10 +142,8 @@ class History:
             values = _numbers([row.get(name) for name in Interval._fields[2:]])
             self.intervals.append(Interval(step, len(losses), *values))
         self._session_has_row = True
-        evaluated = on_subset(row)
-        if evaluated.get("val_loss") is not None:
-            averaged = evaluated.get("val_loss_ema") if self.settings["optim.ema_export"] else None
-            val_loss = averaged or evaluated["val_loss"]
+        evaluated = on_subset(of_averages(row) if self.settings["optim.ema_export"] else row)
+        if (val_loss := evaluated.get("val_loss")) is not None:
             self.evaluations.append(ValidationPoint(step, val_loss, evaluated.get("val_tokens"), median))
 
     def _add_skip(self, skip: Line) -> None:

@@ -76,7 +76,7 @@ def basis(run: RunRecord) -> list[str]:
     if run.summary.get("val_loss") is None:
         extent = f"{behind[0]:,} validation tokens ({behind[1]:,} bytes)"
         return [f"The validation figures are of step {last['step']:,}, on {extent}."] if last else []
-    weights = "averaged weights" if run.of_exported else "weights"
+    weights = "averaged weights" if run.summary.get("weights") == "ema" else "weights"
     step = run.summary.get("step")
     share = run.summary.get("val_share_read") or 1.0  # earlier versions read all
     extent = f"all {behind[0]:,}" if share == 1 else f"the first {behind[0]:,}"
@@ -85,11 +85,10 @@ def basis(run: RunRecord) -> list[str]:
         f"The validation figures are of the exported {weights}{'' if step is None else f' (step {step:,})'}, on"
         f" {extent} validation tokens ({behind[1]:,} bytes){part}."
     ]
-    key = f"val_loss{run.of_exported}"
-    if last is not None and last.get(key) is not None and last[key] != run.summary["val_loss"]:
+    if last is not None and last["val_loss"] != run.summary["val_loss"]:
         tokens = last.get("val_tokens")
         part = f", on the first {tokens:,} tokens" if tokens is not None and tokens != behind[0] else ""
-        said.append(f"The curve ends at {last[key]:.4f}, the evaluation of step {last['step']:,}{part}.")
+        said.append(f"The curve ends at {last['val_loss']:.4f}, the evaluation of step {last['step']:,}{part}.")
     return said
 
 

@@ -214,8 +214,7 @@ def _samples(run: RunRecord) -> list[dict[str, Any]]:
     if run.summary.get("sample") is not None:
         last = {"step": run.summary.get("step"), "text": run.summary["sample"]}
         samples = [sample for sample in samples if sample["step"] != last["step"]] + [last]
-    column = f"val_loss{run.of_exported}"
-    losses = {row["step"]: f"{row[column]:.4f}" for row in run.metrics.rows if row.get(column)}
+    losses = {row["step"]: f"{row['val_loss']:.4f}" for row in run.metrics.rows if row.get("val_loss")}
     said = []
     for sample in samples:
         text, prompt = sample["text"], str(run.config.get("train.sample_prompt") or "")

@@ -145,6 +145,12 @@ def on_subset(row: Mapping[str, Any]) -> dict[str, Any]:
     return {**row, **subset}
 
 
+def of_averages(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row with the evaluation of averaged weights alone. Earlier versions evaluated both (`*_ema`), always."""
+    averaged = {key.removesuffix("_ema"): value for key, value in row.items() if key.endswith("_ema")}
+    return {key: value for key, value in {**row, **averaged}.items() if not key.endswith("_ema")}
+
+
 def read_metrics(path: Path) -> Metrics:
     """Read a metrics.jsonl; of one larger than MAX_BYTES, every n-th row, and of events and evaluations more.
 

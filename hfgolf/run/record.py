@@ -11,13 +11,13 @@ import math
 import statistics
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from hfgolf.config.parse import read_settings
-from hfgolf.run.metrics import Metrics, is_number, read_metrics_of
+from hfgolf.run.metrics import Metrics, is_number, of_averages, read_metrics_of
 from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import dollars, duration, size
@@ -46,12 +46,6 @@ class RunRecord:
         """The last row."""
         return self.metrics.rows[-1]
 
-    @property
-    def of_exported(self) -> str:
-        """The end of the names of columns of the exported weights: "_ema" if these are averages."""
-        is_averaged = self.summary.get("weights") == "ema" or self.config.get("optim.ema_export")
-        return "_ema" if is_averaged else ""
-
     def events(self, kind: str) -> list[dict[str, Any]]:
         """Return the events of one kind."""
         return [event for event in self.metrics.events if event["event"] == kind]
@@ -70,13 +64,16 @@ def read_run(folder: Path, metrics: Metrics | None = None) -> RunRecord:
     config: dict[str, Any] = {}
     with suppress(UserError):
         config = read_settings(folder / "config.yaml")
+    summary = read_summary(folder / "summary.json")
+    if summary.get("weights") == "ema" or config.get("optim.ema_export"):
+        metrics = replace(metrics, rows=[of_averages(row) for row in metrics.rows])
     return RunRecord(
         name=redact(folder.resolve().name),
         metrics=metrics,
         config=config,
         config_yaml=_text(folder / "config.yaml"),
         metadata=read_json(folder / "metadata.json"),
-        summary=read_summary(folder / "summary.json"),
+        summary=summary,
         profile=read_json(folder / "profile.json"),
     )
 
@@ -99,8 +96,8 @@ def final_figures(run: RunRecord, price_per_hour: float | None) -> dict[str, Any
     seconds = seconds_by_kind(run)
     work_seconds = sum(seconds.values()) - seconds["idle"] if seconds else run.last.get("elapsed_seconds")
     return {
-        "val_loss": summary.get("val_loss", evaluated.get(f"val_loss{run.of_exported}")),
-        "val_bits_per_byte": summary.get("val_bits_per_byte", evaluated.get(f"val_bits_per_byte{run.of_exported}")),
+        "val_loss": summary.get("val_loss", evaluated.get("val_loss")),
+        "val_bits_per_byte": summary.get("val_bits_per_byte", evaluated.get("val_bits_per_byte")),
         "start_val_bits_per_byte": start.get("val_bits_per_byte"),
         "old_val_bits_per_byte": old,
         "old_change": None if old is None or old_start is None else old - old_start,

@@ -110,14 +110,13 @@ def _evaluate_all_weights(
     run: Run, budget: int | None, before_batch: Callable[[], None]
 ) -> tuple[dict[str, Any], Evaluation]:
     """Return columns of the row, and the evaluation of the weights that an export would take."""
-    with run.hooks.weights(run):
+    with exported_weights(run):
         evaluation = evaluate(run, budget, before_batch)
     row = _columns(run, evaluation, budget)
-    if run.ema is not None:
+    if run.ema is not None and not run.config.optim.ema_export:
         with run.ema.applied(), run.hooks.weights(run):
             averaged = evaluate(run, budget, before_batch)
         row |= {"val_loss_ema": averaged.loss, "val_bits_per_byte_ema": averaged.bits_per_byte}
-        evaluation = averaged if run.config.optim.ema_export else evaluation
     if run.old_text is not None:
         with exported_weights(run):
             row |= old_text_columns(run, budget, before_batch)

@@ -376,7 +376,7 @@ def test_the_old_text_is_watched_and_changes_nothing_else(run, tiny_run, from_we
     assert len({start["old_val_loss"], *(row["old_val_loss"] for row in evaluated)}) == 1 + len(evaluated)
     assert [row for row in rows if "old_val_loss" in row] == evaluated
     assert (watched / "model" / "model.safetensors").read_bytes() == (without / "model/model.safetensors").read_bytes()
-    for name in ("train_losses", "val_loss", "val_loss_ema"):
+    for name in ("train_losses", "val_loss"):
         assert [row.get(name) for row in rows] == [row.get(name) for row in read_rows(without / "metrics.jsonl")]
     summary = json.loads((watched / "summary.json").read_text())
     assert summary["old_val_loss"] == evaluated[-1]["old_val_loss"] and summary["val_loss"] < start["val_loss"]

@@ -483,12 +483,15 @@ def test_other_errors_are_not_treated_as_out_of_memory(run, tiny_run, lack_memor
         run(tiny_run())
 
 
-@pytest.mark.parametrize(("exported", "file", "best"), [("true", "ema", 4), ("false", "model", 2)])
+@pytest.mark.parametrize(
+    ("exported", "file", "losses", "best"),
+    [("true", "ema", [3.0, 2.0, 2.5, 2.0], 4), ("false", "model", [1.0, 3.0, 2.0, 2.0, 2.5, 2.5, 1.0], 2)],
+)
 def test_the_weights_that_are_exported_select_the_best_step_by_their_own_loss(
-    run, tiny_run, validation_losses, exported, file, best
+    run, tiny_run, validation_losses, exported, file, losses, best
 ):
-    """The raw weights are best at step 2, the averages at step 4."""
-    validation_losses([1.0, 3.0, 2.0, 2.0, 2.5, 2.5, 2.0])
+    """The raw weights are best at step 2, the averages at step 4. If these are exported, only they are evaluated."""
+    validation_losses(losses)
     folder = run(tiny_run(optim__ema_decay=0.9, optim__ema_export=exported, train__eval_every_steps=2))
     checkpoint = folder / "checkpoints" / "best"
     assert checkpoint.resolve().name == f"step-{best:06d}"
@@ -502,7 +505,7 @@ def test_the_weights_that_are_exported_select_the_best_step_by_their_own_loss(
 
 def test_an_average_without_memory_is_the_weights(run, tiny_run):
     """optim.ema_decay 0 is a decay, not the absence of an average."""
-    folder = run(tiny_run(optim__ema_decay=0, optim__ema_export="true", train__max_steps=3))
+    folder = run(tiny_run(optim__ema_decay=0, train__max_steps=3))
     (row,) = [row for row in rows(folder) if row["val_loss"] is not None]
     assert row["val_loss_ema"] == row["val_loss"]
     averages, raw = (load_file(folder / "checkpoints/latest" / f"{name}.safetensors") for name in ("ema", "model"))
