@@ -208,6 +208,7 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "momentum 0.9": ({"optim.momentum": 0.9}, None),
     "momentum warmup 50": ({"optim.momentum_warmup_steps": 50}, None),
     "segments never": ({"batch.segment_length": None}, None),
+    "segments in 90,000 tokens": ({"batch.segmented_tokens": 90_000}, None),
     "segments in 300,000 tokens": ({"batch.segmented_tokens": 300_000}, None),
     "rates x 1.4": ({"optim.learning_rate": 1.4, "optim.adamw_learning_rate": 1.4}, None),
     "muon x 0.7": ({"optim.learning_rate": 0.7}, None),
