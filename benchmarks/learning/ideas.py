@@ -43,6 +43,7 @@ SHAKESPEARE = SMALLER | RATES | {"data.split": "contiguous", "tokenizer.vocab_si
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "shakespeare": ("small", SHAKESPEARE | {"train.max_steps": 600}),
     "shakespeare, 350 steps": ("small", SHAKESPEARE | {"train.max_steps": 350}),
+    "shakespeare, 1,500 steps": ("small", SHAKESPEARE | {"train.max_steps": 1500}),
     "python": ("small", SMALLER | RATES | {"tokenizer.vocab_size": 2048, "train.max_steps": 850}),
     "small": ("small", {}),
     "characters": ("shakespeare_char", CHARACTERS | {"train.max_steps": 900, "train.eval_every_steps": 300}),
@@ -208,6 +209,7 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "momentum 0.9": ({"optim.momentum": 0.9}, None),
     "momentum warmup 50": ({"optim.momentum_warmup_steps": 50}, None),
     "segments never": ({"batch.segment_length": None}, None),
+    "segments always": ({"batch.segmented_tokens": None}, None),
     "segments in 90,000 tokens": ({"batch.segmented_tokens": 90_000}, None),
     "segments in 300,000 tokens": ({"batch.segmented_tokens": 300_000}, None),
     "rates x 1.4": ({"optim.learning_rate": 1.4, "optim.adamw_learning_rate": 1.4}, None),
