@@ -210,6 +210,7 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "momentum warmup 50": ({"optim.momentum_warmup_steps": 50}, None),
     "segments never": ({"batch.segment_length": None}, None),
     "segments always": ({"batch.segmented_tokens": None}, None),
+    "segments in 30,000 tokens": ({"batch.segmented_tokens": 30_000}, None),
     "segments in 90,000 tokens": ({"batch.segmented_tokens": 90_000}, None),
     "segments in 300,000 tokens": ({"batch.segmented_tokens": 300_000}, None),
     "rates x 1.4": ({"optim.learning_rate": 1.4, "optim.adamw_learning_rate": 1.4}, None),

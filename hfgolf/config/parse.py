@@ -60,6 +60,7 @@ AUTOPILOT = (
     "model.num_attention_heads",
     "model.dropout",
     "batch.tokens_per_step",
+    "batch.segmented_tokens",
     "optim.learning_rate",
     "optim.adamw_learning_rate",
     "optim.ema_decay",

@@ -50,8 +50,9 @@ READ_BYTES = 20_000_000
 SAMPLE_BYTES = 2_000_000
 MAX_TIMED, TIMED_SECONDS, MAX_TIMES = 4, 1.0, 50  # shapes, and of each
 ASSUMED_MFU = 0.3  # of the first shape that is timed
-AVERAGED_EPOCHS = 3  # of a text that is read so often, averaged weights know more: benchmarks/learning/averages.py
+OFTEN = 3  # epochs: of a text that is read so often, averaged weights know more: benchmarks/learning/averages.py
 MEAN_AGE = 0.12  # of the weights in that average, as a share of the steps
+LONG, SEGMENTED_TOKENS = 2_000_000, 300_000  # of a training that is longer and reads its text often: the same
 
 
 @dataclass(frozen=True)
@@ -298,7 +299,9 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
     steps = choice.tokens / step
     has_size = config.tokenizer.kind in ("bpe", "byte")  # others have the entries that they have
     may_average = {"optim.ema_decay", "optim.ema_export"} <= open_keys and not config.golf.qat_fraction
-    is_averaged = may_average and choice.epochs >= AVERAGED_EPOCHS
+    is_often = choice.epochs >= OFTEN
+    is_averaged = may_average and is_often
+    segmented = SEGMENTED_TOKENS if is_often and choice.tokens > LONG else config.batch.segmented_tokens
     values = {
         "tokenizer.kind": "byte" if shape.vocabulary == 256 else "bpe",
         "tokenizer.vocab_size": "auto" if shape.vocabulary == 256 or not has_size else shape.vocabulary,
@@ -307,6 +310,7 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
         "model.num_attention_heads": heads_of(shape.width, config.model.num_key_value_heads or 1),
         "model.dropout": shape.dropout,
         "batch.tokens_per_step": step,
+        "batch.segmented_tokens": segmented,
         "optim.learning_rate": float(f"{muon:.2g}"),
         "optim.adamw_learning_rate": float(f"{adamw:.2g}"),
         "optim.ema_decay": decay_of(steps) if is_averaged else None,

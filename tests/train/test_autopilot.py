@@ -149,13 +149,14 @@ def test_untimed_steps_follow_from_the_nearest_timed_ones():
     ("epochs", "options", "is_averaged"),
     [
         (3.5, [], True),
+        (25, [], True),
         (2.5, [], False),
         (3.5, ["--optim.ema_decay=0.5"], False),
         (3.5, ["--optim.ema_export=false"], False),
         (3.5, ["--golf.qat_fraction=0.1", "--golf.budget_bytes=400000"], False),
     ],
 )
-def test_weights_are_averaged_over_an_eighth_of_the_steps_if_a_text_is_read_often(
+def test_a_text_that_is_read_often_takes_averages_of_the_weights_and_if_that_is_long_fewer_segments(
     epochs, options, is_averaged, text, monkeypatch
 ):
     monkeypatch.setattr(autopilot, "seconds_per_step", lambda *_: 0.01)
@@ -167,6 +168,7 @@ def test_weights_are_averaged_over_an_eighth_of_the_steps_if_a_text_is_read_ofte
     assert optim.ema_export == is_averaged == (", averaged weights; about" in chosen.lines[0])
     of_eighth = pytest.approx(1 - 1 / (1 + 0.12 * steps), abs=1e-5)
     assert optim.ema_decay == (of_eighth if is_averaged else decisions.config.optim.ema_decay)
+    assert chosen.values["batch__segmented_tokens"] == (300_000 if epochs > 10 else 1_000_000)
 
 
 def test_choice_follows_from_timed_steps_of_two_widths_not_from_the_assumed_speed(text, monkeypatch):
