@@ -7,7 +7,8 @@
 Each run of a task of ideas.py, or of what the autopilot chose for a text (a job of law/proof.py), with its ideas, keeps
 several averages at once: plain means over the last part of the steps, and exponential ones (EMA) whose mean age is a
 part of the steps. At the end, it evaluates each of them and the last weights on the whole held-out part, and adds a row
-to averages.jsonl beside this file. Differences are from the last weights of the base with the same seed.
+to averages.jsonl beside this file. Differences are from the last weights of the base with the same seed. The base of
+the rows of hfgolf1m reads a million tokens in segments, as was chosen then; today's jobs say batch.segmented_tokens.
 """
 
 from __future__ import annotations

@@ -196,7 +196,6 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "power 1.2": ({}, lambda: power(1.2)),
     "floor 0.1": ({"schedule.floor": 0.1}, None),
     "floor 0.2": ({"schedule.floor": 0.2}, None),
-    "warmdown 0.3": ({"schedule.warmdown_fraction": 0.3}, None),
     "warmdown 0.8": ({"schedule.warmdown_fraction": 0.8}, None),
     "warmdown 1, power 1.2": ({"schedule.warmdown_fraction": 1.0}, lambda: power(1.2, warmdown=1.0)),
     "decay high, low, high": ({}, lambda: high_low_high(0.3)),

@@ -52,7 +52,7 @@ MAX_TIMED, TIMED_SECONDS, MAX_TIMES = 4, 1.0, 50  # shapes, and of each
 ASSUMED_MFU = 0.3  # of the first shape that is timed
 OFTEN = 3  # epochs: of a text that is read so often, averaged weights know more: benchmarks/learning/averages.py
 MEAN_AGE = 0.12  # of the weights in that average, as a share of the steps
-LONG, SEGMENTED_TOKENS = 2_000_000, 300_000  # of a training that is longer and reads its text often: the same
+LONG, SEGMENTED_TOKENS = 2_000_000, 300_000  # segments end sooner in longer trainings that read their text often
 
 
 @dataclass(frozen=True)

@@ -112,14 +112,11 @@ def _evaluate_all_weights(
     """Return columns of the row, and the evaluation of the weights that an export would take."""
     with exported_weights(run):
         evaluation = evaluate(run, budget, before_batch)
-    row = _columns(run, evaluation, budget)
+        row = _columns(run, evaluation, budget) | old_text_columns(run, budget, before_batch)
     if run.ema is not None and not run.config.optim.ema_export:
         with run.ema.applied(), run.hooks.weights(run):
             averaged = evaluate(run, budget, before_batch)
         row |= {"val_loss_ema": averaged.loss, "val_bits_per_byte_ema": averaged.bits_per_byte}
-    if run.old_text is not None:
-        with exported_weights(run):
-            row |= old_text_columns(run, budget, before_batch)
     return row, evaluation
 
 
