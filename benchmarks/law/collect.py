@@ -23,8 +23,9 @@ from pydoc_data.topics import topics
 
 from hfgolf import api
 from hfgolf.config.parse import load_config
+from hfgolf.data.tokenizer import tokens_per_byte
 from hfgolf.run.metrics import read_rows
-from hfgolf.train.autopilot import density
+from hfgolf.train.autopilot import density, values_of_repeats
 from hfgolf.train.law import Shape, heads_of, layers_of, rates_of
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -50,6 +51,10 @@ CELLS = """
     7.7e13 shakespeare                     256/1024x4096-0.1 256/1024x4096-0.2
     1.1e14 shakespeare                     256/1024x4096-0.2 256/1024x4096-0.3
     1.67e14 shakespeare                    256/1024x4096-0.2
+    1.7e13 topics docstrings200 shakespeare200 256/512-0.2
+    3e13   topics docstrings200 shakespeare200 256/512-0.2 256/512-0.3
+    5e13   docstrings python1m             256/2048 256/2048-0.1
+    1e14   docstrings                      256/2048-0.1
 """
 """Each line: FLOPs, texts, and runs: WIDTH/VOCABULARY, xTOKENS of a step (2,048), -DROPOUT (0), sLENGTH of a sequence
 (256), lLAYERS (law.py's).
@@ -108,6 +113,9 @@ def train(cell: Cell, folder: Path) -> dict[str, object]:
     """Train one run and return its row: losses at its end, at its best step, and in between."""
     muon, adamw = rates_of(cell.width)
     is_byte = cell.vocabulary == 256
+    text = (folder / f"{cell.text}.train.txt").read_text()
+    ratio = 1.0 if is_byte else tokens_per_byte([text], (cell.vocabulary,))[cell.vocabulary]
+    tokens = cell.steps * cell.tokens_per_step
     values = {
         "run.name": cell.name,
         "run.output_dir": folder / "runs",
@@ -133,6 +141,7 @@ def train(cell: Cell, folder: Path) -> dict[str, object]:
         "train.compile": False,
         "train.mixed_precision": "bf16",
         "train.sample_tokens": None,
+        **values_of_repeats(tokens, tokens / (ratio * len(text.encode())), cell.steps),
     }
     summary = api.train(load_config(["--config=small"], values=values))
     run = folder / "runs" / cell.name
@@ -141,8 +150,8 @@ def train(cell: Cell, folder: Path) -> dict[str, object]:
     return {
         "name": cell.name,
         **asdict(cell),
-        "train_bytes": (folder / f"{cell.text}.train.txt").stat().st_size,
-        "density": density((folder / f"{cell.text}.train.txt").read_text()[:2_000_000]),
+        "train_bytes": len(text.encode()),
+        "density": density(text[:2_000_000]),
         "steps": cell.steps,
         "tokens": summary["tokens"],
         "epochs": rows[-1]["epoch"],

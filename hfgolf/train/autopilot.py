@@ -298,10 +298,9 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
     muon, adamw = rates_of(shape.width)
     steps = choice.tokens / step
     has_size = config.tokenizer.kind in ("bpe", "byte")  # others have the entries that they have
-    may_average = {"optim.ema_decay", "optim.ema_export"} <= open_keys and not config.golf.qat_fraction
-    is_often = choice.epochs >= OFTEN
-    is_averaged = may_average and is_often
-    segmented = SEGMENTED_TOKENS if is_often and choice.tokens > LONG else config.batch.segmented_tokens
+    repeated = values_of_repeats(choice.tokens, choice.epochs, steps)
+    if config.golf.qat_fraction or not {"optim.ema_decay", "optim.ema_export"} <= open_keys:
+        repeated = {key: value for key, value in repeated.items() if not key.startswith("optim.ema")}
     values = {
         "tokenizer.kind": "byte" if shape.vocabulary == 256 else "bpe",
         "tokenizer.vocab_size": "auto" if shape.vocabulary == 256 or not has_size else shape.vocabulary,
@@ -310,16 +309,24 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
         "model.num_attention_heads": heads_of(shape.width, config.model.num_key_value_heads or 1),
         "model.dropout": shape.dropout,
         "batch.tokens_per_step": step,
-        "batch.segmented_tokens": segmented,
+        "batch.segmented_tokens": config.batch.segmented_tokens,
         "optim.learning_rate": float(f"{muon:.2g}"),
         "optim.adamw_learning_rate": float(f"{adamw:.2g}"),
-        "optim.ema_decay": decay_of(steps) if is_averaged else None,
-        "optim.ema_export": is_averaged,
+        "optim.ema_decay": None,
+        "optim.ema_export": False,
         "train.max_tokens": None if choice.is_whole else round(choice.tokens / step) * step,
         "schedule.warmup_steps": min(20, int(steps / 10)),
         "train.eval_every_steps": max(1, round(steps / min(EVALUATIONS, max(1, choice.seconds / EVALUATION_SECONDS)))),
     }
-    return {key.replace(".", "__"): value for key, value in values.items() if key in open_keys}
+    return {key.replace(".", "__"): value for key, value in (values | repeated).items() if key in open_keys}
+
+
+def values_of_repeats(tokens: float, epochs: float, steps: float) -> dict[str, Any]:
+    """Return {section.key: value} of what goes with a text that is read so often."""
+    if epochs < OFTEN:
+        return {}
+    averages = {"optim.ema_decay": decay_of(steps), "optim.ema_export": True}
+    return averages | ({"batch.segmented_tokens": SEGMENTED_TOKENS} if tokens > LONG else {})
 
 
 def decay_of(steps: float) -> float:
