@@ -19,6 +19,7 @@ the machine that was assumed, or timed in older rows; the oldest, of texts that 
 from __future__ import annotations
 
 import argparse
+import ast
 import gzip
 import hashlib
 import io
@@ -29,6 +30,7 @@ import random
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 import unicodedata
@@ -116,6 +118,17 @@ def own_source() -> str:
     return "\n".join(texts)[:1_000_000]
 
 
+def docstrings() -> str:
+    """Return the docstrings of Python's standard library, 1.8 MB: the text of examples/train_on_your_text.ipynb."""
+    library, found = Path(sysconfig.get_path("stdlib")), list[str]()
+    for path in sorted(library.rglob("*.py")):
+        if {"site-packages", "test", "tests"}.isdisjoint(path.relative_to(library).parts):
+            for node in ast.walk(ast.parse(path.read_bytes())):
+                if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+                    found.append(ast.get_docstring(node) or "")
+    return "\n\n".join(filter(None, found))
+
+
 def package_source() -> str:
     """Return 10 million characters of the Python files of torch, and as many of those of transformers."""
     texts = []
@@ -165,6 +178,7 @@ def repetitive(name: str) -> str:
 TEXTS: dict[str, Callable[[], str]] = {
     "prose200k": german_prose,
     "hfgolf1m": own_source,
+    "docstrings2m": docstrings,
     "packages20m": package_source,
     **{name: partial(repetitive, name) for name in ("log3m", "numbers1m", "json2m")},
 }

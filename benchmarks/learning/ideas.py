@@ -179,6 +179,8 @@ class _TwoTokens(nn.Module):
 
 IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "base": ({}, None),
+    "no induction heads": ({"model.induction_heads": 0}, None),
+    "three induction heads": ({"model.induction_heads": 3}, None),
     "plain muon": ({"optim.row_equilibration": False, "optim.normuon_beta2": None}, None),
     "untied": (UNTIED, None),
     "untied, embedding x 3": (UNTIED | {"optim.embedding_learning_rate": 3.0}, None),
@@ -238,6 +240,7 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--ideas", nargs="+", type=known, default=list(IDEAS), metavar="IDEA")
     parser.add_argument("--seeds", nargs="+", type=int, default=[])
+    parser.add_argument("--base", type=known, default="base", metavar="IDEA", help="to compare with (base)")
     arguments = parser.parse_args()
 
     def row(task: str, idea: str, seed: int) -> dict[str, Any]:
@@ -250,7 +253,7 @@ def main() -> None:
     found = series_of(ROWS, lambda row: ", ".join(filter(None, (row["task"], row.get("machine")))))
     for title, rows in found.items():
         if rows[0]["task"] in arguments.tasks:
-            report(title, rows)
+            report(title, rows, arguments.base)
 
 
 def known(together: str) -> str:
@@ -288,16 +291,16 @@ def train(task: str, ideas: str, seed: int, shakespeare: Path, others: Sequence[
         return float(api.train(load_config(["--config", config], values=values), [*hooks, *others])["val_loss"])
 
 
-def report(title: str, rows: list[dict[str, Any]]) -> None:
+def report(title: str, rows: list[dict[str, Any]], base_idea: str) -> None:
     """Print the ideas on a task and a machine, best first, with differences from the base paired by seed."""
     losses: dict[str, dict[int, float]] = {}
     for row in rows:
         losses.setdefault(row["idea"], {})[row["seed"]] = row["val_loss"]
-    base = losses.get("base", {})
+    base = losses.get(base_idea, {})
     print(f"{title}: {sum(base.values()) / max(1, len(base)):.4f} nats per token ({len(base)} seeds)")
     for idea in sorted(losses, key=lambda name: sum(losses[name].values()) / len(losses[name])):
         found = paired_difference(losses[idea], base)
-        if idea == "base" or found is None:
+        if idea == base_idea or found is None:
             continue
         same = equivalence(list(found.by_seed.values()), MARGIN)
         p = math.nan if found.p_value is None else found.p_value

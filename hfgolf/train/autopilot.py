@@ -52,7 +52,6 @@ MAX_TIMED, TIMED_SECONDS, MAX_TIMES = 4, 1.0, 50  # shapes, and of each
 ASSUMED_MFU = 0.3  # of the first shape that is timed
 OFTEN = 3  # epochs: of a text that is read so often, averaged weights know more: benchmarks/learning/averages.py
 MEAN_AGE = 0.12  # of the weights in that average, as a share of the steps
-LONG, SEGMENTED_TOKENS = 2_000_000, 300_000  # segments end sooner in longer trainings that read their text often
 
 
 @dataclass(frozen=True)
@@ -298,9 +297,8 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
     muon, adamw = rates_of(shape.width)
     steps = choice.tokens / step
     has_size = config.tokenizer.kind in ("bpe", "byte")  # others have the entries that they have
-    repeated = values_of_repeats(choice.tokens, choice.epochs, steps)
-    if config.golf.qat_fraction or not {"optim.ema_decay", "optim.ema_export"} <= open_keys:
-        repeated = {key: value for key, value in repeated.items() if not key.startswith("optim.ema")}
+    may_average = {"optim.ema_decay", "optim.ema_export"} <= open_keys and not config.golf.qat_fraction
+    averages = averages_of(choice.epochs, steps) if may_average else {}
     values = {
         "tokenizer.kind": "byte" if shape.vocabulary == 256 else "bpe",
         "tokenizer.vocab_size": "auto" if shape.vocabulary == 256 or not has_size else shape.vocabulary,
@@ -309,7 +307,6 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
         "model.num_attention_heads": heads_of(shape.width, config.model.num_key_value_heads or 1),
         "model.dropout": shape.dropout,
         "batch.tokens_per_step": step,
-        "batch.segmented_tokens": config.batch.segmented_tokens,
         "optim.learning_rate": float(f"{muon:.2g}"),
         "optim.adamw_learning_rate": float(f"{adamw:.2g}"),
         "optim.ema_decay": None,
@@ -318,15 +315,12 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
         "schedule.warmup_steps": min(20, int(steps / 10)),
         "train.eval_every_steps": max(1, round(steps / min(EVALUATIONS, max(1, choice.seconds / EVALUATION_SECONDS)))),
     }
-    return {key.replace(".", "__"): value for key, value in (values | repeated).items() if key in open_keys}
+    return {key.replace(".", "__"): value for key, value in (values | averages).items() if key in open_keys}
 
 
-def values_of_repeats(tokens: float, epochs: float, steps: float) -> dict[str, Any]:
-    """Return {section.key: value} of what goes with a text that is read so often."""
-    if epochs < OFTEN:
-        return {}
-    averages = {"optim.ema_decay": decay_of(steps), "optim.ema_export": True}
-    return averages | ({"batch.segmented_tokens": SEGMENTED_TOKENS} if tokens > LONG else {})
+def averages_of(epochs: float, steps: float) -> dict[str, Any]:
+    """Return {section.key: value} of the averages that go with a text that is read so often; none if it is not."""
+    return {"optim.ema_decay": decay_of(steps), "optim.ema_export": True} if epochs >= OFTEN else {}
 
 
 def decay_of(steps: float) -> float:

@@ -23,6 +23,7 @@ from hfgolf.config.sections import ModelSection, RunConfig, model_key
 from hfgolf.model.causal_blocks import choose_attention
 from hfgolf.model.causal_lm import add_loss, check_causal_lm, checkpoint_layers
 from hfgolf.model.configuration_golf import MODEL_FIELDS, GolfConfig
+from hfgolf.model.induction import has_room, start_induction
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_model_config
 from hfgolf.run.find_model import find_model
@@ -81,7 +82,10 @@ def build_model(
     Raises UserError if the config does not describe a model that can be trained.
     """
     if config.model.architecture == "golf":
-        model: PreTrainedModel = GolfForCausalLM(golf_config(config, vocab_size, **token_ids))
+        golf = GolfForCausalLM(golf_config(config, vocab_size, **token_ids))
+        if config.model.induction_heads and golf.device.type != "meta" and has_room(golf):
+            start_induction(golf, config.model.induction_heads, config.batch.sequence_length)
+        model: PreTrainedModel = golf
         choose_attention(model, torch.device(device), config.train.mixed_precision, config.batch.sequence_length)
     else:
         model = _build_other(config, vocab_size, **token_ids)
