@@ -180,6 +180,23 @@ def test_a_run_takes_its_text_s_name_as_far_as_that_fits():
         assert len(run.encode()) == 100 and name.startswith(run)
 
 
+def test_weights_that_exist_read_no_segments_unless_it_is_said(tmp_path):
+    weights = "--model.init_from=gpt2"
+    for options, segment_length, source in (
+        (["a.txt"], 64, "small"),
+        (["a.txt", "--model.init_from=null"], 64, "small"),
+        (["a.txt", "--config=small", weights], None, "auto"),
+        (["a.txt", weights], None, None),
+        (["a.txt", weights, "--batch.segment_length=32"], 32, "command line"),
+    ):
+        resolved = load_config(options)
+        assert resolved.config.batch.segment_length == segment_length
+        assert resolved.sources.get("batch.segment_length") == source
+    text = "model: {init_from: gpt2}\nbatch: {segment_length: 64}\ntrain: {max_steps: 1}"
+    (tmp_path / "own.yaml").write_text(text)
+    assert load_config(["--config", str(tmp_path / "own.yaml")]).config.batch.segment_length == 64
+
+
 @pytest.mark.parametrize(
     ("data", "options", "source"),
     [

@@ -100,15 +100,17 @@ def test_a_value_that_nobody_wrote_is_blamed_with_its_origin(arguments, origin):
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
-        (["--batch.sequence_length=300"], 2400),
-        (["--batch.sequence_length=512"], 2048),
-        (["--batch.sequence_length=5000"], 5000),
-        (["--batch.sequence_length=100", "--model.init_from=x"], 4000),
-        (["--batch.sequence_length=100", "--batch.tokens_per_step=700"], 700),
+        (["--batch.sequence_length=300"], (2400, None)),
+        (["--batch.sequence_length=512"], (2048, 64)),
+        (["--batch.sequence_length=5000"], (5000, None)),
+        (["--batch.sequence_length=64"], (2048, 64)),  # without effect, and what earlier runs recorded
+        (["--batch.sequence_length=100", "--model.init_from=x"], (4000, None)),
+        (["--batch.sequence_length=100", "--batch.tokens_per_step=700"], (700, None)),
     ],
 )
 def test_the_batch_of_a_shipped_config_fits_a_stated_sequence_length(arguments, expected):
-    assert load_config(["a.txt", *arguments]).config.batch.tokens_per_step == expected
+    batch = load_config(["a.txt", *arguments]).config.batch
+    assert (batch.tokens_per_step, batch.segment_length) == expected
 
 
 def test_after_two_dashes_all_are_texts():

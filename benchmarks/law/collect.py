@@ -25,7 +25,7 @@ from hfgolf import api
 from hfgolf.config.parse import load_config
 from hfgolf.data.tokenizer import tokens_per_byte
 from hfgolf.run.metrics import read_rows
-from hfgolf.train.autopilot import averages_of, density
+from hfgolf.train.autopilot import density, values_of_repeats
 from hfgolf.train.law import Shape, heads_of, layers_of, rates_of
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -141,7 +141,7 @@ def train(cell: Cell, folder: Path) -> dict[str, object]:
         "train.compile": False,
         "train.mixed_precision": "bf16",
         "train.sample_tokens": None,
-        **averages_of(epochs, cell.steps),
+        **values_of_repeats(epochs, cell.steps),
     }
     summary = api.train(load_config(["--config=small"], values=values))
     run = folder / "runs" / cell.name

@@ -60,6 +60,7 @@ AUTOPILOT = (
     "model.num_attention_heads",
     "model.dropout",
     "batch.tokens_per_step",
+    "batch.segment_length",
     "optim.learning_rate",
     "optim.adamw_learning_rate",
     "optim.ema_decay",
@@ -365,24 +366,32 @@ def name_of(text: str, ending: str = "") -> str:
 
 
 def _implied(below: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what other values imply: data.source of data.files or data.mixture."""
+    """Return what other values imply: data.source of data.files or data.mixture, no segments for weights that exist."""
     implied: dict[str, Any] = {}
     for key, source, others in (("data.files", "files", ("shards",)), ("data.mixture", "mixture", ())):
         where = next((values for values in (stated, below) if key in values), {})
         is_stated = "data.source" in {**where, **stated} or below.get("data.source") in (source, *others)
         if where.get(key) and not is_stated:
             implied["data.source"] = source
+    # a file's segments are for its random weights, which know nothing yet
+    if stated.get("model.init_from") is not None and below.get("batch.segment_length"):
+        implied["batch.segment_length"] = None
     return implied
 
 
 def _fitting_batch(shipped: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch for a stated sequence length that does not divide that of a shipped base. shipped: its keys."""
-    length, per_step = stated.get("batch.sequence_length"), shipped.get("batch.tokens_per_step", 0)
-    if not isinstance(length, int) or length < 1 or per_step % length == 0 or "batch.tokens_per_step" in stated:
-        return {}
-    sequences = max(1, round(per_step / length))
-    # a number that micro-batches divide
-    return {"batch.tokens_per_step": length * (8 * round(sequences / 8) if sequences > 4 else sequences)}
+    length, fitting = stated.get("batch.sequence_length"), dict[str, Any]()
+    if not isinstance(length, int) or length < 1:
+        return fitting
+    if (per_step := shipped.get("batch.tokens_per_step", 0)) % length:
+        sequences = max(1, round(per_step / length))
+        # a number that micro-batches divide
+        fitting["batch.tokens_per_step"] = length * (8 * round(sequences / 8) if sequences > 4 else sequences)
+    segment = shipped.get("batch.segment_length")
+    if segment and segment < length and length % segment:
+        fitting["batch.segment_length"] = None
+    return {key: value for key, value in fitting.items() if key not in stated}
 
 
 def _placeholders(stated: Mapping[str, Any]) -> dict[str, Any]:

@@ -50,7 +50,7 @@ READ_BYTES = 20_000_000
 SAMPLE_BYTES = 2_000_000
 MAX_TIMED, TIMED_SECONDS, MAX_TIMES = 4, 1.0, 50  # shapes, and of each
 ASSUMED_MFU = 0.3  # of the first shape that is timed
-OFTEN = 3  # epochs: of a text that is read so often, averaged weights know more: benchmarks/learning/averages.py
+OFTEN = 3  # epochs, from which averaged weights know more, and segments do harm: benchmarks/learning/averages.py
 MEAN_AGE = 0.12  # of the weights in that average, as a share of the steps
 
 
@@ -297,8 +297,9 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
     muon, adamw = rates_of(shape.width)
     steps = choice.tokens / step
     has_size = config.tokenizer.kind in ("bpe", "byte")  # others have the entries that they have
-    may_average = {"optim.ema_decay", "optim.ema_export"} <= open_keys and not config.golf.qat_fraction
-    averages = averages_of(choice.epochs, steps) if may_average else {}
+    repeated = values_of_repeats(choice.epochs, steps)
+    if config.golf.qat_fraction or not {"optim.ema_decay", "optim.ema_export"} <= open_keys:
+        repeated = {key: value for key, value in repeated.items() if not key.startswith("optim.ema")}
     values = {
         "tokenizer.kind": "byte" if shape.vocabulary == 256 else "bpe",
         "tokenizer.vocab_size": "auto" if shape.vocabulary == 256 or not has_size else shape.vocabulary,
@@ -309,18 +310,20 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
         "batch.tokens_per_step": step,
         "optim.learning_rate": float(f"{muon:.2g}"),
         "optim.adamw_learning_rate": float(f"{adamw:.2g}"),
+        "batch.segment_length": config.batch.segment_length,
         "optim.ema_decay": None,
         "optim.ema_export": False,
         "train.max_tokens": None if choice.is_whole else round(choice.tokens / step) * step,
         "schedule.warmup_steps": min(20, int(steps / 10)),
         "train.eval_every_steps": max(1, round(steps / min(EVALUATIONS, max(1, choice.seconds / EVALUATION_SECONDS)))),
     }
-    return {key.replace(".", "__"): value for key, value in (values | averages).items() if key in open_keys}
+    return {key.replace(".", "__"): value for key, value in (values | repeated).items() if key in open_keys}
 
 
-def averages_of(epochs: float, steps: float) -> dict[str, Any]:
-    """Return {section.key: value} of the averages that go with a text that is read so often; none if it is not."""
-    return {"optim.ema_decay": decay_of(steps), "optim.ema_export": True} if epochs >= OFTEN else {}
+def values_of_repeats(epochs: float, steps: float) -> dict[str, Any]:
+    """Return {section.key: value} of what goes with a text that is read so often: averages, and no segments."""
+    averages = {"optim.ema_decay": decay_of(steps), "optim.ema_export": True}
+    return averages | {"batch.segment_length": None} if epochs >= OFTEN else {}
 
 
 def decay_of(steps: float) -> float:

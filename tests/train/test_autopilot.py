@@ -109,9 +109,9 @@ def test_what_the_law_does_not_know_keeps_the_shape_of_small(stated, caplog):
     assert "train.max_steps" not in base.sources
 
 
-def test_a_stated_length_takes_steps_that_it_divides():
+def test_a_stated_length_takes_segments_that_divide_it():
     config = load_config(["my.txt", "--minutes=3", "--batch.sequence_length=100"]).config
-    assert config.batch.tokens_per_step % 100 == 0
+    assert config.batch.segment_length is None and config.batch.tokens_per_step % 100 == 0
 
 
 def ranks_are_of_different_speed() -> None:
@@ -156,7 +156,9 @@ def test_untimed_steps_follow_from_the_nearest_timed_ones():
         (3.5, ["--golf.qat_fraction=0.1", "--golf.budget_bytes=400000"], False),
     ],
 )
-def test_a_text_that_is_read_often_takes_averages_of_the_weights(epochs, options, is_averaged, text, monkeypatch):
+def test_a_text_that_is_read_often_takes_averages_of_the_weights_and_no_segments(
+    epochs, options, is_averaged, text, monkeypatch
+):
     monkeypatch.setattr(autopilot, "seconds_per_step", lambda *_: 0.01)
     steps = round(epochs * Path(text).stat().st_size / 2048)
     stated = ["--tokenizer.kind=byte", "--batch.tokens_per_step=2048", f"--train.max_steps={steps}", *options]
@@ -166,6 +168,7 @@ def test_a_text_that_is_read_often_takes_averages_of_the_weights(epochs, options
     assert optim.ema_export == is_averaged == (", averaged weights; about" in chosen.lines[0])
     of_eighth = pytest.approx(1 - 1 / (1 + 0.12 * steps), abs=1e-5)
     assert optim.ema_decay == (of_eighth if is_averaged else decisions.config.optim.ema_decay)
+    assert chosen.values["batch__segment_length"] == (None if epochs > 3 else 64)
 
 
 def test_choice_follows_from_timed_steps_of_two_widths_not_from_the_assumed_speed(text, monkeypatch):
