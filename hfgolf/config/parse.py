@@ -189,6 +189,8 @@ def load_config(
         below, said = _laid_over(below, from_file, path)
         sources |= dict.fromkeys(said, "file")
     shipped = {key: value for key, value in below.items() if sources.get(key) in ("small", "finetune")}
+    if sources.get("batch.segment_length") == "auto":  # the autopilot may leave segments out, not fit them
+        shipped["batch.segment_length"] = below["batch.segment_length"]
     fitting = _fitting_batch(shipped, stated)
     implied = _implied(below, stated) | fitting
     implied |= _placeholders(stated) if sources.get("train.max_tokens") == "auto" else {}
