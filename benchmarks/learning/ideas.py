@@ -53,6 +53,7 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
 UNTIED = {"model.tie_word_embeddings": False}
 NORMUON = {"optim.normuon_beta2": 0.95}
 MUONEQ = {"optim.row_equilibration": True}
+SEGMENTS = {"batch.segment_length": 64}
 
 
 class Idea(hfgolf.Hook):
@@ -180,7 +181,6 @@ class _TwoTokens(nn.Module):
 IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "base": ({}, None),
     "no induction heads": ({"model.induction_heads": 0}, None),
-    "three induction heads": ({"model.induction_heads": 3}, None),
     "plain muon": ({"optim.row_equilibration": False, "optim.normuon_beta2": None}, None),
     "untied": (UNTIED, None),
     "untied, embedding x 3": (UNTIED | {"optim.embedding_learning_rate": 3.0}, None),
@@ -210,10 +210,10 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "momentum 0.9": ({"optim.momentum": 0.9}, None),
     "momentum warmup 50": ({"optim.momentum_warmup_steps": 50}, None),
     "segments never": ({"batch.segment_length": None}, None),
-    "segments always": ({"batch.segmented_tokens": None}, None),
-    "segments in 30,000 tokens": ({"batch.segmented_tokens": 30_000}, None),
-    "segments in 90,000 tokens": ({"batch.segmented_tokens": 90_000}, None),
-    "segments in 300,000 tokens": ({"batch.segmented_tokens": 300_000}, None),
+    "segments always": (SEGMENTS | {"batch.segmented_tokens": None}, None),
+    "segments in 30,000 tokens": (SEGMENTS | {"batch.segmented_tokens": 30_000}, None),
+    "segments in 90,000 tokens": (SEGMENTS | {"batch.segmented_tokens": 90_000}, None),
+    "segments in 300,000 tokens": (SEGMENTS | {"batch.segmented_tokens": 300_000}, None),
     "rates x 1.4": ({"optim.learning_rate": 1.4, "optim.adamw_learning_rate": 1.4}, None),
     "muon x 0.7": ({"optim.learning_rate": 0.7}, None),
     "muon x 1.4": ({"optim.learning_rate": 1.4}, None),
