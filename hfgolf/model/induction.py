@@ -26,7 +26,7 @@ SCALE = 0.5  # length of a row of an input matrix, as `_init_weights` makes them
 def has_room(model: GolfForCausalLM) -> bool:
     """Return whether the architecture can have induction heads: two layers, and RoPE on whole heads that are normed."""
     config = model.config
-    has_rope = config.position_embedding == "rope" and config.rope_dims is None and not config.use_bias
+    has_rope = config.position_embedding == "rope" and config.rope_dims is None
     is_normed = config.qk_norm and config.norm_weight
     return has_rope and is_normed and config.embedding_size is None and config.num_hidden_layers > 1
 

@@ -67,7 +67,6 @@ def test_a_model_with_them_learns_to_copy_and_one_without_does_not():
         {"overrides": {"rope_dims": 4}},
         {"overrides": {"norm_weight": False}},
         {"overrides": {"embedding_size": 16}},
-        {"use_bias": True},
     ],
     ids=lambda values: "-".join(values),
 )
