@@ -44,14 +44,12 @@ def start_induction(model: GolfForCausalLM, heads: int, context: int) -> None:
     one, two = (attention.qkv_proj.weight.view(-1, size, width) for attention in (first, second))
     angles = config.rope_theta ** (-torch.arange(0, size, 2) / size)
     slow = (angles * context <= SLOW).repeat(2).nonzero()[:, 0]
-    common = F.normalize(
-        torch.randn(width), dim=0
-    )  # of all tokens: what a query asks for and a key has, whatever they are
+    common = F.normalize(torch.randn(width), dim=0)  # all tokens have it, so a query can ask for any neighbor
     embedding += embedding.std() * width**0.5 * common
     fast = (angles >= FAST).float()
     before = torch.cat([angles.cos() * fast, -angles.sin() * fast])  # a rotation by one token
     rooms = _orthogonal(width, width)
-    for head in range(min(heads, keys)):
+    for head in range(min(heads, keys)):  # the first query of each group of keys
         query, key, value = head * (queries // keys), queries + head, queries + keys + head
         own = slice(query * size, (query + 1) * size)
         room, content, copied = rooms[:, head * size :][:, :size], _orthogonal(size, width), _orthogonal(size, width)
