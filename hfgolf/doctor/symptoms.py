@@ -111,6 +111,8 @@ def constantly_clipped(history: History) -> Finding | None:
     norms = [s.grad_norm for s in history.steps if s.step > after and math.isfinite(s.grad_norm)]
     if len(norms) < MIN_CLIPPED_STEPS or np.quantile(norms, 1 - CLIPPED_SHARE) < CLIP_EXCESS * clip:
         return None
+    if early_plateau(history):  # what has learned nothing keeps the gradient of its first weights
+        return None
     median, share = float(np.median(norms)), sum(norm > clip for norm in norms) / len(norms)
     saw = (
         f"the gradient norm was above train.max_grad_norm {clip:g} in {share:.0%} of the last {len(norms)} steps;"
