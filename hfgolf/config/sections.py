@@ -533,7 +533,7 @@ class ModelSection(Section, frozen=True):
     """Dropout rate on the attention weights; on a CPU it makes a step about 20 % slower."""
     induction_heads: Index = 2
     """Heads of the first two layers that start as induction heads, which copy what followed the same token before; at
-    most as many as heads of keys. Only with rope, qk_norm and two layers or more; see docs/models.md."""
+    most as many as heads of keys. Only with rope, qk_norm and two layers or more; see docs/experiments.md."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: saves memory, costs about a third more compute."""
 
