@@ -196,17 +196,12 @@ def _scales(sizes: NDArray[np.int32]) -> tuple[NDArray[np.float64], NDArray[np.f
 
 
 def _estimated_bits(sizes: NDArray[np.int32], classes: _Classes) -> float:
-    """Estimate the bits of classes and weights, as if the integers of a class were two-sided geometric.
-
-    Given the mean of their sizes, that is the most that their entropy can be.
-    """
+    """Estimate the bits of classes and weights, if each class has a histogram of its own."""
     places = classes.of_weights().ravel()
-    places = places - places.min()
-    counts = np.bincount(places)
-    means = np.bincount(places, weights=sizes.ravel()) / np.maximum(counts, 1)
-    means = np.maximum(means, 1e-6)
-    ratios = means / (1 + np.sqrt(1 + means**2))  # p(n + 1) / p(n) from n = 0 on
-    bits = float((counts * (np.log2((1 + ratios) / (1 - ratios)) - means * np.log2(ratios))).sum())
+    width = int(sizes.max(initial=0)) + 1
+    counts = np.bincount((places - places.min()) * width + sizes.ravel())
+    counts = np.pad(counts, (0, -len(counts) % width)).reshape(-1, width)
+    bits = sum(_histogram_bits(each) for each in counts if each.any())
     for side in (classes.rows, classes.columns):
         bits += entropy_bits(side) * len(side) + 16 * side.any()
     return bits

@@ -128,7 +128,8 @@ def read_tensors(data: bytes, shapes: Sequence[tuple[int, ...]]) -> list[Quantiz
     """Return the tensors: matrices as integers with their steps, the rest in fp32.
 
     shapes: of the tensors that the model's state dict has, in its order, each shared tensor once. Raises ValueError as
-    read_sections does, or if the artifact holds other shapes.
+    read_sections does, or if the artifact holds other shapes. (What is certain, as zeros in a class of their own, takes
+    no bits, so more or fewer of them are not noticed: the shapes must be those of the artifact's own header.)
     """
     _, table_section, stream, raw = read_sections(data)
     num_lanes, shift, class_map, tables = read_tables(table_section)

@@ -315,6 +315,8 @@ def quantize_model(
     best: QuantizedModel | None = None
     for coding in range(_MAX_CODINGS):
         scale = _next_scale(plan, codings, budget_bytes, overhead_bytes)
+        if scale in dict(codings):  # between the sizes on both sides of the budget, there is none
+            break
         tensors = rounded(weights, plan, scale, feedback)
         size = overhead_bytes + size_of(tensors)
         codings.append((scale, size))

@@ -198,6 +198,20 @@ def test_too_large_budget_reports_the_free_bytes(small_model):
         assert np.sqrt(np.square(error).mean()) < 2e-2 * np.sqrt(np.square(weight).mean())
 
 
+def test_no_step_is_coded_twice_when_the_size_jumps_over_the_budget(small_model):
+    model, curvature = small_model
+    quantized = quantize_model(
+        matrices(model),
+        curvature,
+        budget_bytes=9000,
+        overhead_bytes=0,
+        size_of=lambda tensors: size_of(tensors) + 300 * (size_of(tensors) > 8850),
+    )
+    assert len(set(quantized.codings)) == len(quantized.codings)
+    free = 9000 - quantized.size_bytes
+    assert quantized.findings == [f"No step came closer to the budget: {free:,} bytes stay free."]
+
+
 def test_fresh_model_with_zero_projections_can_be_rounded():
     model = GolfForCausalLM(GolfConfig(vocab_size=96, hidden_size=48, num_hidden_layers=2, num_attention_heads=2))
     ids = torch.arange(96).view(2, 48)
