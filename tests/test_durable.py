@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hfgolf.system.durable import HashedFile, list_files, make_folder, replace_folder, sync_tree, write_text
+from hfgolf.system.durable import HashedFile, list_files, make_folder, new_folder, replace_folder, sync_tree, write_text
+from hfgolf.system.errors import UserError, writing
 
 
 @pytest.fixture
@@ -54,6 +55,27 @@ def test_folder_is_synced_before_the_rename_also_after_a_kill(tmp_path: Path, ca
     named = calls.index(("rename", "model"))
     assert calls[:named].count(("sync", "weights")) == calls[:named].count(("sync", "sub")) == 1
     assert calls[named + 1 :] == [("sync", tmp_path.name)]
+
+
+def test_two_that_make_one_folder_do_not_mix_their_files(tmp_path: Path) -> None:
+    (tmp_path / ".partial-model" / "sub").mkdir(parents=True)
+    (tmp_path / ".partial-model" / "left by a kill").write_text("old")
+    with new_folder(tmp_path / "model") as partial:
+        assert not list(partial.iterdir())
+        (partial / "weights").write_text("first")
+        with (
+            pytest.raises(UserError, match=r"^--output: cannot write to .*model \(another process is writing it\)"),
+            writing("--output", tmp_path / "model"),
+            new_folder(tmp_path / "model") as second,
+        ):
+            (second / "weights").write_text("second")
+    assert (tmp_path / "model" / "weights").read_text() == "first"
+    with pytest.raises(KeyError), new_folder(tmp_path / "model"):
+        raise KeyError
+    with new_folder(tmp_path / "model") as partial:
+        (partial / "weights").write_text("third")
+    assert (tmp_path / "model" / "weights").read_text() == "third"
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
 def test_new_folders_are_synced_in_their_parents(tmp_path: Path, calls: list[tuple[str, str]]) -> None:

@@ -5,6 +5,7 @@ A file with its final name is complete: temporary file, fsync, rename, fsync of 
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -14,6 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.system.wording import one_line
+
+try:
+    import fcntl
+except ImportError:  # Windows, where folders are not locked
+    fcntl = None  # type: ignore[assignment]
 
 
 def write_text(path: Path, text: str) -> None:
@@ -56,16 +62,44 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty folder that replaces `folder` at the end. After an error it is deleted: the disk may be full."""
+    """Yield an empty folder that replaces `folder` at the end. After an error it is deleted: the disk may be full.
+
+    Raises OSError if another process makes the same folder at this time.
+    """
     partial = folder.with_name(f".partial-{folder.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with _held(partial):
+        for left in partial.iterdir():  # by a process that was killed
+            shutil.rmtree(left) if left.is_dir() and not left.is_symlink() else left.unlink()
+        try:
+            yield partial
+        except BaseException:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        replace_folder(partial, folder)
+
+
+@contextmanager
+def _held(folder: Path) -> Iterator[None]:
+    """Make a folder if there is none, and keep it to this process, if its system and its file system have locks.
+
+    Raises OSError if another process holds it.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
-        yield partial
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    replace_folder(partial, folder)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            is_held = os.path.samestat(os.fstat(descriptor), folder.stat())
+        except OSError as error:  # it is held, or was just renamed; else the file system has no locks
+            is_held = error.errno not in (errno.EWOULDBLOCK, errno.ENOENT)
+        if not is_held:
+            raise OSError(errno.EBUSY, "another process is writing it", str(folder))
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def make_folder(folder: Path) -> None:
