@@ -436,10 +436,13 @@ def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path
     assert f"scores {ledger['after']['bpb']:.4f} bits per byte" in card and "test-time training" in card
 
 
+@pytest.mark.parametrize("eos", [None, 5, [256, 5]])
 def test_any_golf_model_can_be_exported_also_if_its_tokenizer_begins_each_text_with_a_token(
-    trained, corpus_file, tmp_path, run_script
+    trained, corpus_file, tmp_path, run_script, eos
 ):
+    """Also if its config names another end of text, or several, as that of a model that chats."""
     shutil.copytree(trained / "model", tmp_path / "model")
+    edit("config.json", rb'"eos_token_id": \d+', b'"eos_token_id": %b' % json.dumps(eos).encode())(tmp_path / "model")
     rules = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
     entry = next(entry for entry, number in rules["model"]["vocab"].items() if number == 1)
     begins = {"SpecialToken": {"id": entry, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}
@@ -455,6 +458,7 @@ def test_any_golf_model_can_be_exported_also_if_its_tokenizer_begins_each_text_w
     for text in texts:
         text.write_text(f"{text.stem} and seven make thirteen. Na\u00efve.\n" * 9, encoding="utf-8")
     options = ["--files", *texts, "--calibration_files", corpus_file, "--budget_bytes", BUDGET, "--json"]
+    options += ["--evaluation", "documents", "--stride", "16"]
     ended = run_script("golf_export.py", "--model", tmp_path / "model", "--output", tmp_path / "out", *options)
     assert ended.status == 0, ended.err
     printed = json.loads(ended.out)
