@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from hfgolf.evaluate.windows import as_fp64
@@ -102,16 +103,19 @@ class Reader:
         if self._check is not None:
             self._hash.update(_bytes(rows))
 
-    def _predicted(self, predict: Predict, start: int, stop: int, cut: int) -> Tensor:
-        """Return the distributions of x_start ... x_(stop-1), predicted from inputs that are others from x_cut on."""
-        self._shown[start : stop - 1] = self._tokens[start : stop - 1]
-        if cut < stop - 1:
-            random, original = np.random.default_rng(), self._tokens[cut]  # seeded by the system's entropy
-            others = self._tokens[self._tokens != original]  # frequent tokens often: a class of them is a class to test
-            others = others if len(others) else np.array([(original + 1) % self._vocab_size])
-            self._shown[cut] = random.choice(others)
-            self._shown[cut + 1 : stop - 1] = random.choice(self._tokens, stop - cut - 2)
-        rows = predict(self._view(stop - 1)).detach().to(torch.float32, copy=True)  # ours: no later pass writes into it
+    def _predicted(
+        self, predict: Predict, start: int, stop: int, cut: int, others: NDArray[np.integer] | int = 0
+    ) -> Tensor:
+        """Return the distributions of x_start ... x_(stop-1), predicted from inputs that are `others` from x_cut on.
+
+        0 tells nothing of the tokens that it hides.
+        """
+        self._shown[start:cut] = self._tokens[start:cut]
+        self._shown[cut : stop - 1] = others
+        rows = predict(self._view(stop - 1))
+        if type(rows) is not Tensor:  # a subclass may answer for itself what the probability of a token is
+            self._refuse(f"the log-probabilities are of type {type(rows).__name__}; they must be a torch.Tensor")
+        rows = rows.detach().to(torch.float32, copy=True)  # ours: no later pass writes into it
         if rows.shape != (stop - start, self._vocab_size):
             self._refuse(
                 f"the log-probabilities of {stop - start} tokens have shape {tuple(rows.shape)}; they must be full"
@@ -130,8 +134,12 @@ class Reader:
         with _one_thread():  # because the threads of a pool do not live on in a copy
             if not (copy := os.fork()):
                 try:
-                    cut = int(np.random.default_rng().integers(start, stop - 1))
-                    rows = self._predicted(predict, start, stop, cut)[: cut - start + 1]
+                    random = np.random.default_rng()  # seeded by the system's entropy
+                    cut = int(random.integers(start, stop - 1))
+                    others = random.choice(self._tokens, stop - 1 - cut)  # frequent ones often: so are classes of them
+                    different = self._tokens[self._tokens != self._tokens[cut]]
+                    others[0] = random.choice(different) if len(different) else (others[0] + 1) % self._vocab_size
+                    rows = self._predicted(predict, start, stop, cut, others)[: cut - start + 1]
                     os.write(sending, cut.to_bytes(8) + hashlib.sha256(_bytes(rows)).digest())
                 finally:
                     os._exit(0)

@@ -205,6 +205,32 @@ def gates_by(entries):
     return change
 
 
+def excludes_what_it_is_shown():
+    """In a pass per token, the k-th pass of a block hides token k: it is none that is shown instead."""
+    passes = []
+
+    def change(rows, tokens, start):
+        passes.append(start)
+        place = passes.count(start) - 1
+        helped = rows.clone()
+        if place < len(tokens) - start:
+            helped[place, tokens[start + place]] = -9.0
+        return helped.log_softmax(-1)
+
+    return change
+
+
+def counts_what_it_is_shown():
+    """What stands in for hidden tokens tells which are frequent in the text to come."""
+    counts = np.full(VOCAB, 0.1)
+
+    def change(rows, tokens, start):
+        counts[:] += np.bincount(tokens[start:], minlength=VOCAB)
+        return torch.from_numpy(np.log(counts / counts.sum())).float().expand_as(rows)
+
+    return change
+
+
 CHEATS = {
     "peeks": lambda: peeks,
     "looks further ahead": lambda: looks_further_ahead,
@@ -235,6 +261,28 @@ def test_a_pass_per_token_leaves_a_cheat_nothing_to_gain(build):
     )
     windows(0, change=build())(free := Reader(tokens, VOCAB, check=None))
     assert free.nats < 0.95 * honest < blind, "unguarded it pays"
+
+
+@pytest.mark.parametrize("cheat", [excludes_what_it_is_shown, counts_what_it_is_shown])
+def test_a_pass_per_token_shows_nothing_that_depends_on_what_it_hides(cheat):
+    """Two texts that begin alike: what a scorer is given for the first half is the same."""
+    tokens = random_tokens(0, 121)
+    others = np.append(tokens[:61], SEPARATOR - 1 - tokens[61:].clip(max=SEPARATOR - 1))
+
+    def seen(tokens):
+        given = []
+
+        def change(rows, tokens, start):
+            given.extend([tokens.copy()] if start <= 33 else [])
+            return rows
+
+        guarded(windows(0, change=change), tokens, VOCAB, check="tokens")
+        return given
+
+    for one, other in zip(seen(tokens), seen(others), strict=True):
+        assert np.array_equal(one, other)
+    honest, blind = (guarded(windows(0, change=change), tokens, VOCAB, "tokens").nats for change in (None, cheat()))
+    assert blind > 0.99 * honest
 
 
 def test_overwriting_what_a_scorer_is_given_changes_no_target():
@@ -273,8 +321,8 @@ def test_a_later_pass_writes_into_no_distribution():
 def breaks_off(reader):
     """Look at a block, commit nothing, and use what was seen."""
     looked = []
-    with contextlib.suppress(AttributeError):
-        reader.commit(looked.append, len(reader) - 1)
+    with contextlib.suppress(ZeroDivisionError):
+        reader.commit(lambda tokens: looked.append(tokens) or 1 / 0, len(reader) - 1)
     for _ in range(1, len(reader)):
         reader.commit(lambda tokens: torch.log_softmax(9.0 * torch.eye(VOCAB)[looked[0][len(tokens)]], -1)[None])
 
@@ -326,6 +374,17 @@ def is_not_a_number(rows, tokens, start):
     return torch.where(torch.tensor(start == 33), math.nan, rows)
 
 
+class AnswersForItself(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        is_asked = func.__name__ == "gather"
+        return torch.zeros(len(args[0]), 1) if is_asked else super().__torch_function__(func, types, args, kwargs or {})
+
+
+def answers_for_itself(rows, tokens, start):
+    return rows.as_subclass(AnswersForItself)
+
+
 def scores_only_the_token(rows, tokens, start):
     return rows[:, :1]
 
@@ -342,6 +401,10 @@ def scores_only_the_token(rows, tokens, start):
         (ends_early, "token 41 is the first that is not committed; there are 61"),
         (windows(0, change=does_not_sum_to_1), r"the probabilities of token 1 sum to 1\.0012 instead of 1"),
         (windows(0, change=is_not_a_number), "the probabilities of token 33 sum to nan instead of 1"),
+        (
+            windows(0, change=answers_for_itself),
+            r"the log-probabilities are of type AnswersForItself; they must be a torch\.Tensor",
+        ),
         (
             windows(0, change=scores_only_the_token),
             r"the log-probabilities of 16 tokens have shape \(16, 1\); they must be full distributions, \(16, 12\)",
