@@ -53,6 +53,7 @@ from hfgolf.golf.grid import Quantized, entropy_bits
 from hfgolf.golf.quantize import stored
 from hfgolf.golf.script import config_differences
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.system.errors import UserError
 
 Tensor = Quantized | NDArray[np.floating]
 
@@ -101,7 +102,7 @@ def config_header(config: Mapping[str, Any]) -> bytes:
 def encode(header: bytes, tensors: Mapping[str, Tensor]) -> Encoded:
     """Encode a model. Deterministic: the same model gives the same bytes.
 
-    tensors: in the order in which they are decoded, each shared tensor once. Raises ValueError if a tensor that is not
+    tensors: in the order in which they are decoded, each shared tensor once. Raises UserError if a tensor that is not
     a matrix has a value that fp16 does not have.
     """
     matrices = {name: tensor for name, tensor in tensors.items() if isinstance(tensor, Quantized)}
@@ -254,7 +255,7 @@ def _rest_integers(name: str, values: NDArray[np.floating]) -> NDArray[np.int64]
     bits = (halves.view(np.uint16) & 0x7FFF).astype(np.int64)
     bits = (bits + 2 ** (REST_DROPPED_BITS - 1)) >> REST_DROPPED_BITS  # a carry into the exponent is right as well
     if (bits << REST_DROPPED_BITS).max(initial=0) >= 0x7C00:  # infinity or NaN
-        raise ValueError(f"{name} has a value that fp16 does not have: it must be finite and below 65,280")
+        raise UserError(f"model: {name} has a value that fp16 does not have; it must be finite and below 65,280.")
     return np.where(np.signbit(halves), -bits, bits)
 
 

@@ -174,13 +174,13 @@ def rescore_folder(
     """
     told = _read_told(folder)
     files = {folder / entry["name"]: tuple(entry["counted_by"]) for entry in told["files"]}
-    for path in files:
-        if path.is_symlink():
-            return {}, [f"{path} is a link, which no export writes."]
     try:
+        for path in files:
+            if path.is_symlink():
+                return {}, [f"{path} is a link, which no export writes."]
         ledger = read_ledger(files, told["count"], told["budget_bytes"])
-    except OSError as error:
-        return {}, [f"{error.filename} cannot be read ({error.strerror})."]
+    except (OSError, ValueError) as error:  # ValueError: no file can have such a name
+        return {}, [f"{folder}: a file of {LEDGER} cannot be read ({one_line(error)})."]
     problems = [
         f"{folder / found['name']} is not the file of the ledger: its sha256 or size differs."
         for entry, found in zip(told["files"], ledger["files"], strict=True)

@@ -10,6 +10,7 @@ from hfgolf.golf import artifact
 from hfgolf.golf.artifact import config_header
 from hfgolf.golf.decoder import weights_of, weights_sha256
 from hfgolf.golf.grid import Quantized, entropy_bits
+from hfgolf.system.errors import UserError
 
 CONFIG = {"vocab_size": 61, "hidden_size": 24, "qk_norm": False}
 
@@ -151,7 +152,7 @@ def test_later_format_version_is_rejected(monkeypatch):
 
 @pytest.mark.parametrize("value", [70000.0, -65519.0, np.inf, np.nan])
 def test_values_outside_fp16_are_rejected(value):
-    with pytest.raises(ValueError, match="gain has a value that fp16 does not have"):
+    with pytest.raises(UserError, match="gain has a value that fp16 does not have"):
         artifact.encode(b"{}", {"gain": np.array([1, value], np.float32)})
 
 

@@ -269,6 +269,8 @@ def entry_of(ledger, name):
 raise_budget = forge_ledger(lambda told: told.update(budget_bytes=10**9))
 BROKEN = "ledger.json is missing or broken; name a folder that `hfgolf golf export` wrote."
 
+NO_FILE = "a file of ledger.json cannot be read ("
+
 
 @pytest.mark.parametrize(
     ("change", "said"),
@@ -295,6 +297,9 @@ BROKEN = "ledger.json is missing or broken; name a folder that `hfgolf golf expo
         (forge_artifact(2, b"odd"), "score.py gave no score: "),
         (forge_ledger(lambda told: entry_of(told, "bytes.bin").update(name="../../etc/passwd")), BROKEN),
         (forge_ledger(lambda told: told["files"].append(told["files"][0] | {"name": "../x"})), BROKEN),
+        (forge_ledger(lambda told: told["files"].append(told["files"][0] | {"name": "a\0"})), NO_FILE),
+        (forge_ledger(lambda told: told["files"].append(told["files"][0] | {"name": "\ud800"})), NO_FILE),
+        (forge_ledger(lambda told: told["files"].append(told["files"][0] | {"name": 300 * "a"})), NO_FILE),
         (forge_ledger(lambda told: entry_of(told, "artifact.bin").update(counted_by=[])), BROKEN),
         (forge_ledger(lambda told: told["files"].remove(entry_of(told, "artifact.bin"))), BROKEN),
         (forge_ledger(lambda told: told["files"].append(told["files"][0])), BROKEN),
