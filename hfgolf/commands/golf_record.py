@@ -95,21 +95,23 @@ def welch_test(
 
     p is one-sided; needed_t is the smallest t that is significant; needed_seeds are the fewest for which this mean and
     deviation are, None if more than 1,000; lead is how far the mean is below the reference minus the margin. Raises
-    UserError for fewer than two scores.
+    UserError for fewer than two scores, and if all are equal.
     """
     from hfgolf.compare.statistics import stats  # late: scipy takes a second
 
     if len(scores) < 2:
         raise UserError(f"{len(scores)} seed has no deviation; give the runs of at least two seeds, better five.")
     mean, sd, known = statistics.mean(scores), statistics.stdev(scores), statistics.mean(reference)
+    if sd == 0:
+        raise UserError(
+            f"all {len(scores)} scores are {mean}: that is one run named several times, or too few digits; seeds differ."
+        )
     known_sd = statistics.stdev(reference) if len(reference) > 1 else None
     lead = known - margin - mean
 
     def student(seeds: int) -> tuple[float, float]:
         """Return (t, degrees of freedom) by the Welch-Satterthwaite equation."""
         own, other = sd**2 / seeds, (known_sd or 0.0) ** 2 / len(reference)
-        if own + other == 0:
-            return math.copysign(math.inf, lead) if lead else 0.0, seeds - 1
         squares = own**2 / (seeds - 1) + (other**2 / (len(reference) - 1) if other else 0.0)
         return lead / math.sqrt(own + other), (own + other) ** 2 / squares
 
