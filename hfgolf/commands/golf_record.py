@@ -103,9 +103,7 @@ def welch_test(
         raise UserError(f"{len(scores)} seed has no deviation; give the runs of at least two seeds, better five.")
     mean, sd, known = statistics.mean(scores), statistics.stdev(scores), statistics.mean(reference)
     if sd == 0:
-        raise UserError(
-            f"all {len(scores)} scores are {mean}: that is one run named several times, or too few digits; seeds differ."
-        )
+        raise UserError(f"all {len(scores)} scores are {mean}: that is one run named several times, or too few digits.")
     known_sd = statistics.stdev(reference) if len(reference) > 1 else None
     lead = known - margin - mean
 

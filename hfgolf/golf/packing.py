@@ -194,7 +194,13 @@ def fill(
     """Return the matrices that have a curvature, rounded so that they fill a budget, and the artifact.
 
     encode: returns the artifact of matrices on their grids. options: of quantize_model, with budget and overhead.
+    Raises UserError as quantize_model does, and for a curvature that is not finite.
     """
+    if not all(np.isfinite(each.hessian).all() and np.isfinite(each.row_weights).all() for each in curvature.values()):
+        raise UserError(
+            "model: its loss on the calibration text is not finite, or has no finite gradients, so nothing says how to"
+            " round it."
+        )
     last: tuple[Mapping[str, Quantized], Encoded] | None = None
 
     def size_of(on_grids: Mapping[str, Quantized]) -> int:

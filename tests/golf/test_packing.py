@@ -234,6 +234,11 @@ def test_what_cannot_be_packed_is_refused_in_one_line(tmp_path):
     (tmp_path / "mine" / "notes.txt").touch()
     with pytest.raises(UserError, match=r"^folder: .*mine exists and pack did not write it"):
         pack(model, batches(), budget, tmp_path / "mine")
+    angles = model.angles.clone()
+    model.angles.fill_(math.inf)
+    with pytest.raises(UserError, match=r"^model: its loss on the calibration text is not finite"):
+        pack(model, batches(), budget, tmp_path / "packed")
+    model.angles.copy_(angles)
     nn.init.constant_(model.blocks[0].out.weight[3], math.nan)
     with pytest.raises(UserError, match=r"^model: blocks.0.out.weight has values that are nonfinite"):
         pack(model, batches(), budget, tmp_path / "packed")
