@@ -36,8 +36,9 @@ def main() -> Answer:
     if figures:
         own_word = "the folder's own word, and its bytes too; --files compares them with the raw text"
         sha256 = f"sha256 {figures['text_sha256'][:16]}"
+        counted, everything = figures["counted_bytes"], figures["all_bytes"]
         rows = {
-            "bytes": f"{figures['counted_bytes']:,} of {figures['budget_bytes']:,}",
+            "bytes": f"{counted:,} of {figures['budget_bytes']:,} ({everything:,} counting everything)",
             "text": f"that of --files, {sha256}" if figures["is_text_checked"] else f"{sha256}, {own_word}",
             "evaluation": f"{figures['mode']}, {figures['tokens']:,} tokens, {figures['bytes']:,} bytes",
             "loss": f"{figures['nats'] / figures['tokens']:.4f} nats per token",

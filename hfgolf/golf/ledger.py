@@ -203,9 +203,9 @@ def rescore_folder(
             for name in ("nats", "tokens", "bytes", "bpb")
             if not _is_close(figures[name], told["after"].get(name), bool(settings["adapt_rate"]))
         ]
-    counted_bytes = ledger["totals"][told["count"]]
     figures |= {
-        "counted_bytes": counted_bytes,
+        "counted_bytes": ledger["totals"][told["count"]],
+        "all_bytes": ledger["totals"]["everything"],
         "budget_bytes": told["budget_bytes"],
         "is_text_checked": bool(raw_files),
         "text_sha256": read_json(folder / CERTIFICATE)["sha256"],

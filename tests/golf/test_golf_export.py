@@ -387,6 +387,9 @@ def test_golf_score_compares_with_the_raw_text(exported, run_script, raw_text):
     assert f"text           {sha256}, the folder's own word" in alone.out
     assert f"text           that of --files, {sha256}\n" in compared.out
     assert compared.out.splitlines()[-1] == alone.out.splitlines()[-1], "the same score"
+    totals = json.loads((exported / "ledger.json").read_text())["totals"]
+    challenge, everything = f"{totals['challenge']:,}", f"{totals['everything']:,}"
+    assert f"bytes          {challenge} of {BUDGET:,} ({everything} counting everything)\n" in alone.out
     missing = run_script("golf_score.py", exported, "--files", raw_text.with_name("other.txt"))
     assert (missing.status, missing.out) == (2, "") and missing.err.startswith("error: --files: ")
 
