@@ -8,6 +8,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import lzma
+import stat
 import tarfile
 import zipfile
 from collections.abc import Callable, Iterator
@@ -50,7 +51,17 @@ def members_of(file: SourceFile) -> Iterator[tuple[str, int, Opener]]:
 def _zip_members(file: SourceFile) -> Iterator[tuple[str, int, Opener]]:
     with zipfile.ZipFile(file.path) as archive:
         for entry in archive.infolist():
-            yield entry.filename, entry.file_size, partial(archive.open, entry)
+            yield entry.filename, 0 if _is_link(entry) else entry.file_size, partial(archive.open, entry)
+
+
+def has_links(file: SourceFile) -> bool:
+    """Return whether a zip archive holds symbolic links, whose content is the name of another file."""
+    with zipfile.ZipFile(file.path) as archive:
+        return any(map(_is_link, archive.infolist()))
+
+
+def _is_link(entry: zipfile.ZipInfo) -> bool:
+    return stat.S_ISLNK(entry.external_attr >> 16)  # its mode, if it was packed on Unix
 
 
 def _tar_members(file: SourceFile) -> Iterator[tuple[str, int, Opener]]:

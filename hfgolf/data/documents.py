@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from hfgolf.config.sections import DataSection
-from hfgolf.data.archives import DECOMPRESSED, Opener, members_of, unreadable
+from hfgolf.data.archives import DECOMPRESSED, Opener, has_links, members_of, unreadable
 from hfgolf.data.exports import current_branch
 from hfgolf.data.files import (
     ARCHIVES,
@@ -87,6 +87,8 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: l
     for number, _, _, opener in _visible(file):
         if number in used:
             require_text(used[number], "data.files")
+            if used[number].endings[0] in ARCHIVES:
+                raise UserError(f"{used[number].path} is an archive in an archive; unpack the outer one.")
             yield from _read(used[number], opener, data, scratch, skipped)
 
 
@@ -131,11 +133,12 @@ def _visible(file: SourceFile) -> Iterator[tuple[int, str, int, Opener]]:
 def newer_kinds(file: SourceFile) -> set[str]:
     """Return the endings of the members of a zip archive that are read now, and were not by earlier versions.
 
-    For members with . or .. in their names, it is "./".
+    For members with . or .. in their names, it is "./"; for links, which earlier versions read as text, it is "link".
     """
     names = {name for _, name, _, _ in _visible(file)}
     kinds = {SourceFile(name, Path(name)).endings[0] for name in names} if len(names) > 1 else set()
-    return kinds & {*TEXTS} - {*FIRST_TEXTS} | {"./" for name in names if re.search(r"(^|/)\.\.?/", name)}
+    others = {"./" for name in names if re.search(r"(^|/)\.\.?/", name)} | ({"link"} if has_links(file) else set())
+    return kinds & {*TEXTS} - {*FIRST_TEXTS} | others
 
 
 def _stem(member: SourceFile) -> str:
@@ -184,11 +187,14 @@ def _notebook(blocks: Iterator[str], path: Path) -> Iterator[str]:
     try:
         sources = ["".join(cell["source"]) for cell in json.loads("".join(blocks))["cells"]]
         text = "\n\n".join(filter(None, sources))
-        _require_unicode(text)
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise UserError(
             f"{path} is no notebook of format 4 ({one_line(error)[:100]}); open it in Jupyter and save it again."
         ) from error
+    try:
+        _require_unicode(text)
+    except ValueError as error:
+        raise UserError(f"{path} {error}.") from None
     yield text
 
 
@@ -317,6 +323,8 @@ def read_hub(data: DataSection) -> Iterator[Document]:
         table: Any = load_dataset(name, data.hub_config, split=data.hub_split, streaming=data.streaming)
     except Exception as error:
         raise _unreachable(data, error) from error
+    if table.column_names is not None:  # None: of a streamed dataset that does not state them
+        table = table.select_columns(column.wanted(table.column_names, name)[0])  # pictures would be decoded
 
     def rows() -> Iterator[Row]:
         for batch in table.iter(batch_size=_ROWS_PER_BATCH):

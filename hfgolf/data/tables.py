@@ -325,7 +325,8 @@ def _filled(reader: Any, path: Path, row: int) -> Iterator[tuple[int, list[str]]
             cells = next(reader, None)
         except csv.Error as error:
             where = f"{path}, the header" if row < 0 else row_name(path, row, line)
-            raise UserError(f"{where} cannot be read: {_CSV_ERRORS.get(str(error), one_line(error))}.") from None
+            problem = str(error).partition(" - ")[0]  # what follows is advice for who calls open()
+            raise UserError(f"{where} cannot be read: {_CSV_ERRORS.get(problem, one_line(error))}.") from None
         if cells is None:
             return
         if cells:
@@ -335,6 +336,7 @@ def _filled(reader: Any, path: Path, row: int) -> Iterator[tuple[int, list[str]]
 
 _CSV_ERRORS = {
     "unexpected end of data": "a double quote opens a field and none closes it",
+    "new-line character seen in unquoted field": "no line feed follows a carriage return; write one in its place",
     **dict.fromkeys(
         (f"'{mark}' expected after '\"'" for mark in _MARKS),
         "something follows a closing double quote; write a quote in a quoted field twice",

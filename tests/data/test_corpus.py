@@ -191,6 +191,17 @@ def test_streamed_and_downloaded_datasets_have_the_same_documents(tmp_path, writ
             assert streamed["val"] and sorted(streamed["train"] + streamed["val"]) == expected
 
 
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_other_columns_of_a_dataset_are_not_decoded(tmp_path, monkeypatch, is_streamed):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "copies")
+    pictures = {"text": datasets.Value("string"), "picture": datasets.Image()}
+    rows = {"text": ["a caption", "another"], "picture": [{"bytes": b"damaged", "path": None}] * 2}
+    (tmp_path / "text").mkdir()
+    datasets.Dataset.from_dict(rows, datasets.Features(pictures)).to_parquet(tmp_path / "text" / "a.parquet")
+    data = DataSection(source="hub", hub_name=str(tmp_path / "text"), streaming=is_streamed, split="contiguous")
+    assert read(data, tmp_path)["train"][0] == "a caption"
+
+
 def test_interrupted_stream_is_one_line_and_leaves_no_files(tmp_path, monkeypatch):
     def rows() -> Iterator[dict[str, str]]:
         yield from ({"text": f"document {row}"} for row in range(1500))

@@ -115,7 +115,7 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
             "to one of them, as in --data.text_column instruction; or data.messages_column to output; if there is no",
         ),
         ("t.csv", "text,label,text\na,b,c\n", "has two columns 'text'"),
-        ("t.csv", "text,label\ra,pos\rb,neg\r", "the header cannot be read: new-line character seen in unquoted field"),
+        ("t.csv", "text,label\ra,pos\rb,neg\r", "the header cannot be read: no line feed follows a carriage return"),
         ("t.csv", "text,label\nna\u00efve,b\n".encode("latin-1"), "(byte 13: invalid continuation byte)"),
         ("t.tsv", "text\tlabel\na\tb\tc\n", "row 0 (line 2) has 3 fields, but the header has 2"),
         ("t.tsv", "text,label\na,b\n", "its first line holds text,label."),
