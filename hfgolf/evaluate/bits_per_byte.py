@@ -15,6 +15,7 @@ from hfgolf.data.tokenizer import decode_texts, document_start
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+    from hfgolf.data.token_cache import TokenCache
     from hfgolf.data.token_stream import Stream
 
 MAX_BYTES = 2**20  # xz takes about a second
@@ -57,13 +58,13 @@ def bits_per_byte(nats: float, num_bytes: int) -> float:
     return nats / math.log(2) / num_bytes if num_bytes else math.nan
 
 
-def compressor_scores(stream: Stream, tokenizer: PreTrainedTokenizerFast, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
-    """Return columns of a summary: the bits per byte of gzip -9 and xz -9e on the start of a stream's text.
+def compressor_scores(tokens: TokenCache, max_bytes: int = MAX_BYTES) -> dict[str, Any]:
+    """Return columns of a summary: the bits per byte of gzip -9 and xz -9e on the start of the validation text.
 
     They see only this text, and a model has seen the training text before. Returns {} if the raw text does not come
-    back from the tokens: of conversations, or with a tokenizer that loses characters.
+    back from the tokens: of conversations, or with a tokenizer that loses or changes characters.
     """
-    text = _text(stream, tokenizer, max_bytes)
+    text = b"" if tokens.tokenizer_loss else _text(tokens.val, tokens.tokenizer, max_bytes)
     if not text:
         return {}
     sizes = {

@@ -1,7 +1,8 @@
 """How many bytes of text each token of a stream stands for, by the text and by Parameter Golf's rule.
 
 The vocabulary says how many bytes an entry spells. The text decides: in each piece the sum must be the bytes of its raw
-UTF-8 text, which the token cache counted from the text itself. A tokenizer that rewrites its text fails here.
+UTF-8 text, which the token cache counted from the text itself. A tokenizer that makes its text longer or shorter fails
+here; for one that only replaces characters, such as capital letters, the token cache has a `tokenizer_loss`.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
     undo_compilation(run.raw_model)
     model = run.whole_model()
     if model is not None and run.accelerator.is_main_process:
-        summary |= compressor_scores(run.tokens.val, run.tokens.tokenizer)
+        summary |= compressor_scores(run.tokens)
         text = sample(run, 100, model)
         console.now("exporting")
         summary |= {} if text is None else {"sample": text}

@@ -178,7 +178,7 @@ def test_what_begins_documents_is_no_text_for_proofs_and_compressors(write, file
         certificate = certify(load_corpus(data), tokens, plan)
         assert certificate.problems == () and certificate.facts["scored_bytes"] == num_bytes == 18_003
         assert certificate.facts["decoded_bytes"] == 18_003
-    assert compressor_scores(tokens.val, tokens.tokenizer)["compressed_bytes"] == 18_003
+    assert compressor_scores(tokens)["compressed_bytes"] == 18_003
 
 
 def test_a_resumed_run_of_an_older_version_keeps_its_tokens(write, files_config, tmp_path):

@@ -38,7 +38,7 @@ def tokens(tmp_path):
 def test_scores_are_those_of_the_raw_text(tokens, options):
     cache = tokens(*options)
     text = "".join(TEXTS).encode()
-    scores = compressor_scores(cache.val, cache.tokenizer)
+    scores = compressor_scores(cache)
     assert scores["compressed_bytes"] == len(text) == cache.val.num_bytes
     assert scores["gzip_bits_per_byte"] == 8 * len(gzip.compress(text, 9, mtime=0)) / len(text)
     xz = lzma.compress(text, preset=9 | lzma.PRESET_EXTREME)
@@ -47,19 +47,23 @@ def test_scores_are_those_of_the_raw_text(tokens, options):
 
 def test_a_bound_takes_whole_pieces_from_the_start(tokens):
     cache = tokens()
-    scores = compressor_scores(cache.val, cache.tokenizer, max_bytes=len(TEXTS[0].encode()) + 10)
+    scores = compressor_scores(cache, max_bytes=len(TEXTS[0].encode()) + 10)
     start = "".join(TEXTS).encode()[: scores["compressed_bytes"]]
     assert 0 < len(start) <= len(TEXTS[0].encode()) + 10
     assert scores["gzip_bits_per_byte"] == 8 * len(gzip.compress(start, 9, mtime=0)) / len(start)
-    assert compressor_scores(cache.val, cache.tokenizer, max_bytes=10) == {}
+    assert compressor_scores(cache, max_bytes=10) == {}
 
 
-def test_nothing_is_said_if_the_text_does_not_come_back(tokens, tmp_path):
+REMOVED = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
+
+
+@pytest.mark.parametrize("normalizer", [REMOVED, REMOVED | {"content": "b"}])
+def test_nothing_is_said_if_the_text_does_not_come_back(tokens, tmp_path, normalizer):
     saved = tokens().tokenizer
     rules = json.loads(saved.backend_tokenizer.to_str())
-    rules["normalizer"] = {"type": "Replace", "pattern": {"String": "a"}, "content": ""}
+    rules["normalizer"] = normalizer
     saved.save_pretrained(tmp_path / "lossy")
     (tmp_path / "lossy" / "tokenizer.json").write_text(json.dumps(rules))
     cache = tokens("--tokenizer.kind=pretrained", f"--tokenizer.name_or_path={tmp_path / 'lossy'}")
     assert cache.tokenizer_loss
-    assert compressor_scores(cache.val, cache.tokenizer) == {}
+    assert compressor_scores(cache) == {}
