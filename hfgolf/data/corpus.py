@@ -66,6 +66,8 @@ class Corpus:
         if any(file.endings[0] == ".tar" for file in self.files):
             reading["tar_kinds_sha256"] = hashlib.sha256(" ".join(KNOWN).encode()).hexdigest()
             reading["tar_pairs"] = "KEY.*txt"
+        if optional := " ".join(file.name for file in self.files if file.is_optional):  # others must have the column
+            reading["optional_files_sha256"] = hashlib.sha256(optional.encode(errors="surrogateescape")).hexdigest()
         return reading
 
     def write_pieces(self, folder: Path) -> dict[str, Dataset]:

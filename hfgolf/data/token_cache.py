@@ -308,10 +308,6 @@ def _remove_leftovers(cache_dir: Path, text: str) -> None:
         is_free = name[2] == text or name[1] == ".replaced-"
         with suppress(Timeout), nullcontext() if is_free else FileLock(_lock(cache_dir, name[2]), timeout=0):
             shutil.rmtree(leftover, ignore_errors=True)
-    of_earlier = cache_dir / BUILDING.removesuffix("-")  # before each text had a lock of its own
-    if of_earlier.is_dir():
-        with suppress(Timeout), FileLock(cache_dir / "build.lock", timeout=0):
-            shutil.rmtree(of_earlier, ignore_errors=True)
 
 
 def _what_changed(key: dict[str, Any], cache_dir: Path) -> str:

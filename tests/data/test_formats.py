@@ -29,6 +29,7 @@ from hfgolf.data import corpus as corpus_module
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.files import ARCHIVES, KNOWN, TEXTS
 from hfgolf.data.token_cache import load_tokens
+from hfgolf.system.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 
@@ -113,8 +114,10 @@ def test_tables_without_the_column_are_skipped_in_much_text_but_not_if_they_are_
     assert line in caplog.messages
     archive = write("../b.tar", tarred({"a.py": code, "p.json": "{}", "q.json": "[1]"}))
     assert documents(train_on(archive), tmp_path) == [code]
+    load_tokens(train_on(folder), TokenizerSection(kind="byte"))
     for name in ("package.json", "tsconfig.json", "b/c.json", "b/c.csv"):
-        assert name in fails(train_on(folder, folder / name), tmp_path)
+        with pytest.raises(UserError, match=name):  # and not from the cache of the folder
+            load_tokens(train_on(folder, folder / name), TokenizerSection(kind="byte"))
     write("broken.jsonl", '{"text": "a"}\n{"text": 7}\n')
     assert "broken.jsonl, row 1 (line 2): 'text' holds a number" in fails(train_on(folder), tmp_path)
     write("broken.jsonl", chat)
