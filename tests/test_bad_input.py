@@ -73,6 +73,9 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--files empty.txt": "--files: ...empty.txt is empty",
             "--files latin.txt": "latin.txt is not UTF-8",
             "--files table.jsonl": "has no column 'text'; set --text_column to one of: body",
+            "--files chat.jsonl": "chat.jsonl has no column 'text'; set --text_column to one of: messages.\n",
+            "--files cut.txt": "its last character is cut, ... restore the end, or convert it to UTF-8.\n",
+            "--files ids.bin": "ids.bin is not text.\n",
             "--sequence_length 17": "--sequence_length: 17 ... 1 to 16",
             "--mixed_precision fp16": "mixed_precision: fp16",
             "--stride 8": "--stride needs --evaluation sliding or documents",
@@ -196,6 +199,8 @@ FILES = {
     "latin.txt": "\xfcber".encode("latin-1") * 100,
     "cut.txt": "\u4f60".encode()[:2],
     "table.jsonl": b'{"body": "a text"}\n' * 10,
+    "chat.jsonl": b'{"messages": []}\n',
+    "ids.bin": b"\0\1",
     "tiny.yaml": b"seeds: [1]\ncommon: {train.max_steps: 1}\narms: {a: {}}\n",
 }
 

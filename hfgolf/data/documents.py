@@ -277,7 +277,7 @@ def _other_encoding(error: UnicodeDecodeError) -> str:
     """Return what the bytes around one that is not UTF-8 tell of the encoding, and what to do."""
     block = error.object
     if error.reason == "unexpected end of data":
-        return "its last character is cut, or in another encoding; restore the end of the file, or set data.encoding"
+        return "its last character is cut, or in another encoding; restore the end, or set data.encoding to it"
     high = [byte for byte in block if byte >= 0x80]
     if _utf8_share(block) > 0.5:
         return "most of it is UTF-8, so these bytes are damaged; `iconv -c -f UTF-8 -t UTF-8 OLD > NEW` leaves them out"

@@ -5,6 +5,7 @@ Owns the path from files to a temporary token stream. The data package does the 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,15 @@ from hfgolf.system.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_OPTIONS = {
+    "data.val_files": "--files",
+    "data.files": "--train_files",
+    "data.text_column": "--text_column",
+    "set data.encoding to it": "convert it to UTF-8",
+    "set data.encoding": "convert it to UTF-8 from",
+}
+_ADVICE_OF_A_RUN = re.compile(r"; [^;]*\bdata\.(source|messages_column|ids_column)\b[^;]*?(?=;|\.$)")
 
 
 def tokenize_files(
@@ -59,14 +69,9 @@ def tokenize_files(
         corpus = load_corpus(data)
         tokens = load_tokens(data, pretrained, corpus)
     except UserError as error:
-        message = str(error)
-        for key, option in (("data.val_files", "files"), ("data.files", "train_files"), ("data.text_column",) * 2):
-            message = message.replace(key, f"--{option.removeprefix('data.')}")
-        for advice, ours in (
-            ("set data.encoding to it", "convert it to UTF-8"),
-            ("set data.encoding", "convert it to UTF-8 from"),
-        ):
-            message = message.replace(advice, ours)
+        message = _ADVICE_OF_A_RUN.sub("", str(error))
+        for key, ours in _OPTIONS.items():
+            message = message.replace(key, ours)
         raise UserError(message) from None
     require_embedded(int(tokens.val.tokens.max()), vocab_size)
     return corpus, tokens
