@@ -334,6 +334,8 @@ def _one_cache(past_key_values: Any, cache: Any) -> tuple[Any, bool]:
     if past_key_values is not None and cache is not None:
         raise ValueError("GolfModel.forward needs at most one of cache and past_key_values.")
     cache = past_key_values if cache is None else cache
+    if isinstance(cache, list | tuple):  # taken for a paged one, it would be ignored
+        raise ValueError("GolfModel.forward needs a Cache such as DynamicCache, instead of keys and values in a tuple.")
     return cache, not (cache is None or isinstance(cache, Cache))
 
 

@@ -152,6 +152,8 @@ def test_arguments_that_it_cannot_follow_are_refused(build_golf, token_ids):
     if CACHE == "past_key_values":
         with pytest.raises(ValueError, match="at most one"):
             golf(token_ids, cache=filled, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="instead of keys and values in a tuple"):
+        build_golf()(token_ids, past_key_values=tuple((layer.keys, layer.values) for layer in filled.layers))
 
 
 def test_logits_to_keep_takes_the_forms_of_transformers(build_golf, token_ids):
