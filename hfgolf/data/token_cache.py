@@ -233,7 +233,10 @@ def _cache_path(
     if len(start := document_start(tokenizer)) > 1:
         key["document_start"] = start
     if corpus.data.messages_column is not None:
-        key["chat_template_sha256"] = hashlib.sha256(chat_template(tokenizer).encode()).hexdigest()
+        template = chat_template(tokenizer)
+        key["chat_template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
+        named = tokenizer.special_tokens_map.items()
+        key |= {f"chat_{name}": str(token) for name, token in named if name in template}
     return cache_dir / "tokens" / _digest(key), key
 
 

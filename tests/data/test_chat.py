@@ -347,6 +347,15 @@ def test_pretrained_tokenizer_without_a_template_gets_one_and_another_template_i
     assert "targets: the assistant's tokens" in caplog.text
 
 
+def test_another_special_token_that_the_template_names_is_another_cache(tmp_path):
+    tokenizer = chatml_tokenizer("{{ bos_token }}" + UNTAGGED)
+    for token in ("<|im_start|>", "<|im_end|>"):
+        tokenizer.bos_token = token
+        tokenizer.save_pretrained(tmp_path / "saved")
+        tokens = tokens_of(tmp_path, CONVERSATIONS, pretrained(tmp_path / "saved"))
+        assert tokens.tokenizer.convert_ids_to_tokens(int(tokens.train.tokens[1])) == token
+
+
 def test_of_several_templates_the_default_is_used_and_exported(tmp_path):
     tokenizer = chatml_tokenizer()
     messages = CONVERSATIONS[0]
