@@ -131,9 +131,9 @@ def with_splits(data: DataSection) -> DataSection:
     """
     if data.source != "files":
         return data
-    files, val_files = [], [_saved_splits(name)[1] or name for name in data.val_files]
+    files, val_files = [], [_saved_splits(name, "data.val_files")[1] or name for name in data.val_files]
     for name in data.files:
-        train, val = _saved_splits(name)
+        train, val = _saved_splits(name, "data.files")
         files.append(train or name)
         if val and not data.val_files:
             val_files.append(val)
@@ -141,14 +141,14 @@ def with_splits(data: DataSection) -> DataSection:
     return data.replace(files=files, val_files=val_files)
 
 
-def _saved_splits(name: str) -> tuple[str | None, str | None]:
+def _saved_splits(name: str, key: str) -> tuple[str | None, str | None]:
     """Return the folders of the splits that train and validate, if a folder holds a saved DatasetDict."""
     folder = os.path.expanduser(name)
     if not os.path.isfile(os.path.join(folder, "dataset_dict.json")):
         return None, None
     splits = sorted(entry.path for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
     names = {os.path.basename(path): path for path in splits}
-    train, val = train_and_validation(names, f"data.files: {folder}")
+    train, val = train_and_validation(names, f"{key}: {folder}")
     return names[train], None if val is None else names[val]
 
 

@@ -285,7 +285,9 @@ def test_saved_splits_without_validation_are_divided_and_without_train_refused(t
     found = read(files_config(str(tmp_path / "train")), tmp_path)
     assert found["train"] and found["val"]
     problem = f"{tmp_path / 'first'} has no split called train; name one of its own: first."
-    assert problem in fails(files_config(str(tmp_path / "first")), tmp_path)
+    first = str(tmp_path / "first")
+    assert f"data.files: {problem}" in fails(files_config(first), tmp_path)
+    assert f"data.val_files: {problem}" in fails(files_config(first, val_files=[first]), tmp_path)
 
 
 def tarred(members: dict[str, bytes | str], mode: str = "w", format: int = tarfile.PAX_FORMAT) -> bytes:
