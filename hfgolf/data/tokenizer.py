@@ -267,7 +267,7 @@ def decode_texts(tokenizer: PreTrainedTokenizerFast, encoded: Encoded) -> list[s
 
 
 def find_tokenizer_loss(tokenizer: PreTrainedTokenizerFast, texts: list[str], encoded: Encoded) -> str | None:
-    """Return a message with the share of characters lost if decoding does not restore the texts, otherwise None.
+    """Return a message, with the share of characters lost, if decoding does not restore the texts; otherwise None.
 
     Characters that a tokenizer drops, lowercases or normalizes cost no bits, so bits per byte would flatter its model.
     encoded: the texts as encoded by this tokenizer.
@@ -278,11 +278,11 @@ def find_tokenizer_loss(tokenizer: PreTrainedTokenizerFast, texts: list[str], en
     if all(text == back for text, back in pairs):
         return None
     lost = sum((Counter(text) - Counter(back)).total() for text, back in pairs)
-    share = lost / sum(len(text) for text, _ in pairs)
-    return (
-        f"the tokenizer is not lossless ({share:.2%} of the characters in a sample are lost or changed);"
-        " bits per byte is not comparable"
-    )
+    found = "a sample is decoded to another text"  # with more spaces, for example
+    if lost:
+        share = lost / sum(len(text) for text, _ in pairs)
+        found = f"{share:.2%} of the characters in a sample are lost or changed"
+    return f"the tokenizer is not lossless ({found}); bits per byte is not comparable"
 
 
 def entry_spellings(tokenizer: PreTrainedTokenizerFast) -> list[bytes]:
