@@ -222,6 +222,35 @@ def test_files_imply_their_source_but_overrule_none_beside_them(tmp_path, data, 
 
 
 @pytest.mark.parametrize(
+    ("data", "options", "source"),
+    [
+        ("{hub_name: a/b}", [], "hub"),
+        ("{files: a.txt}", ["--data.hub_name", "a/b", "--data.files=[]"], "hub"),
+        ("{hub_name: a/b}", ["a.txt"], "files"),
+        ("{hub_name: a/b}", ["--data.source", "python_stdlib"], "python_stdlib"),
+    ],
+)
+def test_a_name_on_the_hub_implies_its_source(tmp_path, data, options, source):
+    (tmp_path / "x.yaml").write_text(f"data: {data}\ntrain: {{max_steps: 1}}")
+    assert load_config(["--config", str(tmp_path / "x.yaml"), *options]).config.data.source == source
+
+
+def test_two_names_of_the_text_are_refused():
+    with pytest.raises(UserError, match=r"^data.hub_name and data.files both name the text; state one of them.$"):
+        load_config(["a.txt", "--data.hub_name=a/b"])
+
+
+@pytest.mark.parametrize("limit", ["--train.max_steps=1", "--minutes=1"])
+def test_the_name_of_a_tokenizer_implies_its_kind(limit):
+    """Also if minutes choose the vocabulary, which nobody then trains."""
+    stated = ["a.txt", "--tokenizer.name_or_path=gpt2", limit]
+    resolved = load_config(stated)
+    assert resolved.config.tokenizer.kind == "pretrained"
+    assert resolved.sources["tokenizer.kind"] == "tokenizer.name_or_path"
+    assert load_config([*stated, "--tokenizer.kind=byte"]).config.tokenizer.kind == "byte"
+
+
+@pytest.mark.parametrize(
     "arguments, said",
     [
         (["nowhere.txt"], "data.files: no file matches 'nowhere.txt'"),

@@ -80,6 +80,8 @@ _MEASURED: dict[str, tuple[str, ...]] = {
     "data.mixture": (),
 }
 """{key: its values that train/law.py knows of}."""
+_NAMES_OF_TEXT = {"data.hub_name": "hub", "data.files": "files", "data.mixture": "mixture"}
+"""{key: the data.source that it implies}."""
 _MAX_NAME_BYTES = 100  # of a text's name in that of its run; its folder and its files add more
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -191,13 +193,14 @@ def load_config(
     shipped = {key: value for key, value in below.items() if sources.get(key) in ("small", "finetune")}
     if sources.get("batch.segment_length") == "auto":  # the autopilot may leave segments out, not fit them
         shipped["batch.segment_length"] = below["batch.segment_length"]
-    fitting = _fitting_batch(shipped, stated)
-    implied = _implied(below, stated) | fitting
+    fitting, named = _fitting_batch(shipped, stated), _implied_tokenizer(below, stated)
+    implied = _implied(below, stated) | fitting | named
     implied |= _placeholders(stated) if sources.get("train.max_tokens") == "auto" else {}
     merged, said = _laid_over(below | implied, stated, where)
     sources |= (
         dict.fromkeys(implied, "auto")
         | dict.fromkeys(fitting, "batch.sequence_length")
+        | dict.fromkeys(named, "tokenizer.name_or_path")
         | dict.fromkeys(said, where.removeprefix("the "))
     )
     merged, half_life = with_ema_decay(merged), merged.get(HALF_LIFE)
@@ -368,17 +371,38 @@ def name_of(text: str, ending: str = "") -> str:
 
 
 def _implied(below: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what other values imply: data.source of data.files or data.mixture, no segments for weights that exist."""
+    """Return what other values imply: the source of the text, no segments for weights that exist."""
     implied: dict[str, Any] = {}
-    for key, source, others in (("data.files", "files", ("shards",)), ("data.mixture", "mixture", ())):
-        where = next((values for values in (stated, below) if key in values), {})
-        is_stated = "data.source" in {**where, **stated} or below.get("data.source") in (source, *others)
-        if where.get(key) and not is_stated:
-            implied["data.source"] = source
+    if (source := _implied_source(below, stated)) is not None:
+        implied["data.source"] = source
     # a file's segments are for its random weights, which know nothing yet
     if stated.get("model.init_from") is not None and below.get("batch.segment_length"):
         implied["batch.segment_length"] = None
     return implied
+
+
+def _implied_source(below: Mapping[str, Any], stated: Mapping[str, Any]) -> str | None:
+    """Return the data.source of the key that names the text; None if it is stated. The nearer layer decides.
+
+    Raises UserError if one layer names texts of two kinds.
+    """
+    for values in (stated, {key: value for key, value in below.items() if key not in stated}):
+        named = [(key, source) for key, source in _NAMES_OF_TEXT.items() if values.get(key)]
+        if "data.mixture" not in values and len(named) > 1 and "data.source" not in values:
+            raise UserError(f"{named[0][0]} and {named[1][0]} both name the text; state one of them.")
+        if "data.source" in values:
+            return None
+        if named:
+            source = named[-1][1]
+            return None if (source, below.get("data.source")) == ("files", "shards") else source
+    return None
+
+
+def _implied_tokenizer(below: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what tokenizer.name_or_path implies, unless its layer or a nearer one states the kind."""
+    where = stated if "tokenizer.name_or_path" in stated else below
+    is_stated = "tokenizer.kind" in stated or "tokenizer.kind" in where
+    return {"tokenizer.kind": "pretrained"} if where.get("tokenizer.name_or_path") and not is_stated else {}
 
 
 def _fitting_batch(shipped: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:

@@ -329,7 +329,7 @@ class DataSection(Section, frozen=True):
     data.source mixture. A weight is a share of the training sequences, or {tokens: share} if it changes during the
     training. Other keys are those of data, and what an entry does not state is that of data; see docs/data.md."""
     hub_name: Text | None = None
-    """Hub dataset, such as roneneldan/TinyStories."""
+    """Hub dataset, such as roneneldan/TinyStories; implies data.source hub."""
     hub_config: Text | None = None
     """Configuration of the Hub dataset."""
     hub_split: Text = "train"
@@ -461,7 +461,8 @@ class TokenizerSection(Section, frozen=True):
     """Size of a BPE vocabulary, including special tokens; auto: 4096, or as many as the text supports, and of less than
     200 kB only the 256 bytes. Ignored by byte, char and pretrained."""
     name_or_path: Text | None = None
-    """For pretrained: a Hub name, a folder, or a file (tokenizer.json, *.tiktoken, SentencePiece *.model)."""
+    """A Hub name, a folder, or a file (tokenizer.json, *.tiktoken, SentencePiece *.model); implies tokenizer.kind
+    pretrained."""
     case_operators: bool = False
     """With bpe: capital letters become operators and lower-case letters, without loss; see docs/experiments.md."""
 
