@@ -48,7 +48,7 @@ from torch.utils._pytree import tree_map_with_path
 from torch.utils.serialization import config
 from transformers import PreTrainedModel
 
-from hfgolf.checkpoint.identity import RUN_NAME, has_other_data, read_identity
+from hfgolf.checkpoint.identity import RUN_NAME, has_other_data, judges_otherwise, read_identity
 from hfgolf.checkpoint.sharded import (
     OPTIMIZER_FOLDER,
     load_optimizer,
@@ -179,8 +179,11 @@ class Checkpointer:
             self.state.load_state_dict(json.loads((checkpoint / STATE_NAME).read_text()))
             if isinstance(self.model, GolfForCausalLM):
                 self.model.config.loop_active = self.state.loop_active
-            if has_other_data(read_identity(checkpoint), self.identity):
+            before = read_identity(checkpoint)
+            if has_other_data(before, self.identity):
                 self.state.begin_data()
+            elif judges_otherwise(before, self.identity):
+                self.state.forget_best()
             if self.ema is not None:
                 _load_ema(self.ema, checkpoint / EMA_NAME)
         except pickle.UnpicklingError:

@@ -156,6 +156,11 @@ def has_other_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
     return before["corpus"] != now["corpus"] or any(before["config"].get(k) != now["config"].get(k) for k in keys)
 
 
+def judges_otherwise(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether evaluations of the same text do not compare: of other tokens of it, or averaged weights and raw."""
+    return any(before["config"].get(key) != now["config"].get(key) for key in ("train.eval_tokens", "optim.ema_export"))
+
+
 def comparable(identity: Mapping[str, Any]) -> dict[str, Any]:
     """Return the part of an identity that affects the results: without the keys that may change freely."""
     config = {key: value for key, value in identity["config"].items() if rule(key) is not Change.FREE}

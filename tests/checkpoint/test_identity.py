@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -295,3 +296,20 @@ def test_config_of_a_resumed_run_reproduces_it(run, tiny_run):
         column(again, "sample_hashes") == column(straight, "sample_hashes")
         and "resume: null" in (again / "config.yaml").read_text()
     )
+
+
+@pytest.mark.parametrize(
+    ("changed", "keeps_best"),
+    [
+        ({"train__log_every_steps": 7, "train__eval_every_steps": 1}, True),
+        ({"train__eval_tokens": 1000}, False),
+        ({"optim__ema_export": "true"}, False),
+    ],
+)
+def test_a_best_step_is_forgotten_once_evaluations_do_not_compare_with_it(copied_run, tiny_run, changed, keeps_best):
+    """Or a lucky few tokens would keep the weights of then as the best, whatever the run learns since."""
+    options = {"optim__ema_decay": 0.9, "train__max_steps": 2}
+    copied_run(**options)
+    resumed = tiny_run(**options | {"train__max_steps": 4, "train__resume": "latest"} | changed)
+    state = setup.set_up(load_config(resumed)).state
+    assert state.step == 2 and (state.best_step, state.best_val_loss < math.inf) == (2 * keeps_best, keeps_best)
