@@ -70,6 +70,14 @@ def check_golf(config: RunConfig) -> None:
         golf_config(config, config.model.vocab_size or 1)
 
 
+def check_other(config: RunConfig) -> None:
+    """Raise UserError for another model than Golf that can't be, or has no such dropout, before any data is read."""
+    rates = {_rate_key(field) for field in _field_names(other_config(config, vocab_size=1))}
+    for key in ("dropout", "attention_dropout"):
+        if getattr(config.model, key) and key not in rates:
+            raise UserError(f"model.{key}: {config.model.architecture} has none; set it to 0.")
+
+
 def build_model(
     config: RunConfig, vocab_size: int, device: str, frozen: Collection[str] = (), **token_ids: Any
 ) -> PreTrainedModel:
@@ -141,7 +149,7 @@ def other_config(config: RunConfig, vocab_size: int, **token_ids: Any) -> PreTra
         base = _load(name)
         shape, fields = _fields(base), sizes | ids
     names, translated = _field_names(base), base.attribute_map
-    fields |= {field: rate for field in names if (rate := _dropout(section, field)) is not None}
+    fields |= {field: getattr(section, key) for field in names if (key := _rate_key(field))}
     for field in section.overrides:
         if field not in names:
             raise UserError(
@@ -210,11 +218,12 @@ def _shape(section: ModelSection, config: Any) -> dict[str, Any]:
     return shape | {name: shape[key] for key, names in _ALSO.items() for name in names}
 
 
-def _dropout(section: ModelSection, field: str) -> float | None:
-    """Return the rate for a field of a config that is one: resid_pdrop, attention_dropout, ...; None for others."""
-    if not field.endswith(("dropout", "pdrop")) or "classifier" in field or "summary" in field:
+def _rate_key(field: str) -> str | None:
+    """Return the key for a field of a config that is a rate: resid_pdrop, attention_dropout, ...; None for others."""
+    is_rate = field.endswith(("dropout", "pdrop", "dropout_prob", "dropout_p"))
+    if not is_rate or "classifier" in field or "summary" in field:
         return None
-    return section.attention_dropout if field.startswith("att") else section.dropout
+    return "attention_dropout" if "att" in field else "dropout"
 
 
 def _load(name: str) -> PreTrainedConfig:

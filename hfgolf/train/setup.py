@@ -48,7 +48,7 @@ from hfgolf.system.wording import gigabytes, labeled
 from hfgolf.train.announce import announce_device, announce_end, announce_mixture, announce_model
 from hfgolf.train.attention_probe import describe_attention
 from hfgolf.train.autopilot import choose
-from hfgolf.train.build import build_model, check_golf, other_config
+from hfgolf.train.build import build_model, check_golf, check_other
 from hfgolf.train.claim import agree_on_config, claim
 from hfgolf.train.clock import Clock, step_limit
 from hfgolf.train.compilation import choose_compilation, warm_up
@@ -143,7 +143,7 @@ def _decide(said: ResolvedConfig, origin: _Origin | None) -> Decisions:
     agree({"the checkpoint": origin.identity if origin else None}, "all ranks must resume from the same one")
     whole = keep_architecture(said, before) if origin else take_architecture(said)
     if whole.config.model.architecture != "golf" and not origin:
-        other_config(whole.config, vocab_size=1)  # raises if it is wrong, before any data is read
+        check_other(whole.config)
     decisions = decide(whole, before)
     agree_on_config(decisions.config)  # with what this process decided by itself
     if origin:

@@ -13,10 +13,12 @@ from architectures import tiny_config
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
 
+from hfgolf.config.parse import load_config
 from hfgolf.config.sections import GolfSection, ModelSection, RunConfig
 from hfgolf.run.metrics import read_rows
 from hfgolf.system.errors import UserError
 from hfgolf.train.build import check_golf, other_config
+from hfgolf.train.setup import set_up
 
 
 def fields_of(name: str, overrides: dict | None = None, **section: object) -> dict:
@@ -46,6 +48,17 @@ def test_shape_of_the_section_reaches_each_config_by_its_own_names():
     expected |= {"resid_pdrop": 0.1, "embd_pdrop": 0.1, "attn_pdrop": 0.0}
     assert expected.items() <= gpt2.items()
     assert {"ffn_dim": 128, "word_embed_proj_dim": 32, "dropout": 0.0}.items() <= fields_of("opt").items()
+    biogpt = fields_of("biogpt", dropout=0.2)  # whose own default is 0.1
+    assert {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.0}.items() <= biogpt.items()
+
+
+@pytest.mark.parametrize(("name", "key"), [("llama", "dropout"), ("mamba", "attention_dropout"), ("gpt2", None)])
+def test_a_dropout_that_an_architecture_does_not_have_is_refused_before_data_is_read(name, key, tiny_run):
+    arguments = tiny_run(model__architecture=name, model__dropout=0.1, data__files="[nowhere.txt]")
+    arguments += ["--model.attention_dropout=0.1", "--model.dropout=0"] if key == "attention_dropout" else []
+    message = rf"^model\.{key}: {name} has none; set it to 0\.$" if key else "nowhere.txt"
+    with pytest.raises(UserError, match=message):
+        set_up(load_config(arguments))
 
 
 def test_overrides_win_by_either_name():
