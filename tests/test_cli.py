@@ -185,13 +185,14 @@ def test_weights_that_exist_read_no_segments_unless_it_is_said(tmp_path):
     for options, segment_length, source in (
         (["a.txt"], 64, "small"),
         (["a.txt", "--model.init_from=null"], 64, "small"),
-        (["a.txt", "--config=small", weights], None, "auto"),
+        (["a.txt", "--config=small", weights], None, "model.init_from"),
         (["a.txt", weights], None, None),
         (["a.txt", weights, "--batch.segment_length=32"], 32, "command line"),
     ):
         resolved = load_config(options)
         assert resolved.config.batch.segment_length == segment_length
         assert resolved.sources.get("batch.segment_length") == source
+        assert not resolved.is_open, "nothing is left to choose"
     text = "model: {init_from: gpt2}\nbatch: {segment_length: 64}\ntrain: {max_steps: 1}"
     (tmp_path / "own.yaml").write_text(text)
     assert load_config(["--config", str(tmp_path / "own.yaml")]).config.batch.segment_length == 64
@@ -233,6 +234,22 @@ def test_files_imply_their_source_but_overrule_none_beside_them(tmp_path, data, 
 def test_a_name_on_the_hub_implies_its_source(tmp_path, data, options, source):
     (tmp_path / "x.yaml").write_text(f"data: {data}\ntrain: {{max_steps: 1}}")
     assert load_config(["--config", str(tmp_path / "x.yaml"), *options]).config.data.source == source
+
+
+@pytest.mark.parametrize("limit", ["--train.max_steps=1", "--minutes=1"])
+def test_text_in_order_is_read_without_the_segments_of_a_shipped_config(limit, tmp_path):
+    resolved = load_config(["a.txt", "--data.order=sequential", limit])
+    assert resolved.config.batch.segment_length is None and resolved.sources["batch.segment_length"] == "data.order"
+    assert resolved.is_open == (limit == "--minutes=1")
+    (tmp_path / "own.yaml").write_text("batch: {segment_length: 64}\ntrain: {max_steps: 1}")
+    for stated in (["a.txt", "--batch.segment_length=64"], [f"--config={tmp_path / 'own.yaml'}"]):
+        with pytest.raises(UserError, match=r"batch.segment_length: 64 reads the text in another order"):
+            load_config([*stated, "--data.order=sequential", limit])
+
+
+def test_minutes_choose_heads_that_go_with_those_of_keys():
+    model = load_config(["a.txt", "--minutes=1", "--model.num_key_value_heads=7"]).config.model
+    assert model.num_attention_heads == 7 and model.hidden_size % 7 == 0
 
 
 def test_two_names_of_the_text_are_refused():

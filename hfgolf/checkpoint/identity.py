@@ -157,7 +157,7 @@ def has_other_data(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
 
 
 def judges_otherwise(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether evaluations of the same text do not compare: of other tokens of it, or averaged weights and raw."""
+    """Return whether the evaluations of two runs do not compare: of other tokens, or averaged weights and raw."""
     return any(before["config"].get(key) != now["config"].get(key) for key in ("train.eval_tokens", "optim.ema_export"))
 
 

@@ -193,16 +193,11 @@ def load_config(
     shipped = {key: value for key, value in below.items() if sources.get(key) in ("small", "finetune")}
     if sources.get("batch.segment_length") == "auto":  # the autopilot may leave segments out, not fit them
         shipped["batch.segment_length"] = below["batch.segment_length"]
-    fitting, named = _fitting_batch(shipped, stated), _implied_tokenizer(below, stated)
-    implied = _implied(below, stated) | fitting | named
-    implied |= _placeholders(stated) if sources.get("train.max_tokens") == "auto" else {}
-    merged, said = _laid_over(below | implied, stated, where)
-    sources |= (
-        dict.fromkeys(implied, "auto")
-        | dict.fromkeys(fitting, "batch.sequence_length")
-        | dict.fromkeys(named, "tokenizer.name_or_path")
-        | dict.fromkeys(said, where.removeprefix("the "))
-    )
+    implied = _implied(below, stated, shipped)
+    if sources.get("train.max_tokens") == "auto":
+        implied |= {key: (value, "auto") for key, value in _placeholders(stated).items()}
+    merged, said = _laid_over(below | {key: value for key, (value, _) in implied.items()}, stated, where)
+    sources |= {key: why for key, (_, why) in implied.items()} | dict.fromkeys(said, where.removeprefix("the "))
     merged, half_life = with_ema_decay(merged), merged.get(HALF_LIFE)
     if half_life is not None and "optim.ema_decay" in merged:
         _say_once(f"{HALF_LIFE} {half_life} is now optim.ema_decay {merged['optim.ema_decay']}")
@@ -370,15 +365,22 @@ def name_of(text: str, ending: str = "") -> str:
     return text.encode()[: _MAX_NAME_BYTES - len(ending)].decode(errors="ignore") + ending
 
 
-def _implied(below: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what other values imply: the source of the text, no segments for weights that exist."""
-    implied: dict[str, Any] = {}
+def _implied(
+    below: Mapping[str, Any], stated: Mapping[str, Any], shipped: Mapping[str, Any]
+) -> dict[str, tuple[Any, str]]:
+    """Return {key: (what other values imply for it, their key, or auto)}. shipped: the keys of a shipped base."""
+    implied: dict[str, tuple[Any, str]] = {}
     if (source := _implied_source(below, stated)) is not None:
-        implied["data.source"] = source
+        implied["data.source"] = source, "auto"
+    where = stated if "tokenizer.name_or_path" in stated else below
+    if where.get("tokenizer.name_or_path") and "tokenizer.kind" not in {**where, **stated}:
+        implied["tokenizer.kind"] = "pretrained", "tokenizer.name_or_path"
     # a file's segments are for its random weights, which know nothing yet
     if stated.get("model.init_from") is not None and below.get("batch.segment_length"):
-        implied["batch.segment_length"] = None
-    return implied
+        implied["batch.segment_length"] = None, "model.init_from"
+    if stated.get("data.order") == "sequential" and shipped.get("batch.segment_length"):
+        implied["batch.segment_length"] = None, "data.order"
+    return implied | {key: (value, "batch.sequence_length") for key, value in _fitting_batch(shipped, stated).items()}
 
 
 def _implied_source(below: Mapping[str, Any], stated: Mapping[str, Any]) -> str | None:
@@ -398,13 +400,6 @@ def _implied_source(below: Mapping[str, Any], stated: Mapping[str, Any]) -> str 
     return None
 
 
-def _implied_tokenizer(below: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what tokenizer.name_or_path implies, unless its layer or a nearer one states the kind."""
-    where = stated if "tokenizer.name_or_path" in stated else below
-    is_stated = "tokenizer.kind" in stated or "tokenizer.kind" in where
-    return {"tokenizer.kind": "pretrained"} if where.get("tokenizer.name_or_path") and not is_stated else {}
-
-
 def _fitting_batch(shipped: Mapping[str, Any], stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return the batch for a stated sequence length that does not divide that of a shipped base. shipped: its keys."""
     length, fitting = stated.get("batch.sequence_length"), dict[str, Any]()
@@ -422,13 +417,12 @@ def _fitting_batch(shipped: Mapping[str, Any], stated: Mapping[str, Any]) -> dic
 
 def _placeholders(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of AUTOPILOT's keys, until they are chosen, that go with those that are stated."""
-    heads, length = stated.get("model.num_attention_heads"), stated.get("batch.sequence_length")
+    sizes = ("batch.sequence_length", "model.num_key_value_heads", "model.num_attention_heads")
+    length, of_keys, heads = (stated[key] if isinstance(stated.get(key), int) else None for key in sizes)
     fitting = {
-        "model.hidden_size": 64 * heads if isinstance(heads, int) else None,
-        "model.num_attention_heads": stated.get("model.num_key_value_heads", 1)
-        if "model.hidden_size" in stated
-        else None,
-        "batch.tokens_per_step": length if isinstance(length, int) else None,
+        "model.hidden_size": 64 * (heads or of_keys) if heads or of_keys else None,
+        "model.num_attention_heads": of_keys or (1 if "model.hidden_size" in stated else None),
+        "batch.tokens_per_step": length,
     }
     return {key: value for key, value in fitting.items() if value is not None and key not in stated}
 
