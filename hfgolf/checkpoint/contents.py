@@ -110,8 +110,6 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._write: Future[Any] | None = None
         self._failures: list[str] = []
-        # load into the unwrapped model: a wrapper's keys depend on the number of processes
-        self.accelerator.register_load_state_pre_hook(self._load_weights)
 
     def save(self, is_best: bool, before_commit: Callable[[], None] = lambda: None) -> None:
         """Start writing `step-NNNNNN` in the background. All ranks call it together.
@@ -170,10 +168,7 @@ class Checkpointer:
             raise UserError(f"train.resume: {own} is missing; choose an earlier checkpoint.")
         rates = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         try:
-            if self._is_sharded or (checkpoint / OPTIMIZER_FOLDER).is_dir():
-                self._load_sharded(checkpoint)
-            else:
-                accelerator.load_state(str(checkpoint), map_location="cpu")
+            self._load_accelerator_state(checkpoint)
             if not is_new_rank:
                 _check_random_states(load(own), own, accelerator.device)
             self.state.load_state_dict(json.loads((checkpoint / STATE_NAME).read_text()))
@@ -206,19 +201,21 @@ class Checkpointer:
         if is_new_rank:  # its dropout must differ from that of the others
             torch.manual_seed(hash((self.state.step, accelerator.process_index)))
 
-    def _load_weights(self, models: list[Any], folder: str) -> None:
-        load_model(self.model, Path(folder) / WEIGHTS_NAME, device="cpu")
-        models.clear()  # accelerate would load the models left in this list
+    def _load_accelerator_state(self, checkpoint: Path) -> None:
+        """Load weights, optimizer, scaler and random generators; of files with whole tensors, a rank takes its shards.
 
-    def _load_sharded(self, checkpoint: Path) -> None:
-        """Load a checkpoint if it, or this run, is sharded: from each file, this rank takes its shards."""
-        accelerator, folder = self.accelerator, checkpoint / OPTIMIZER_FOLDER
-        load_weights(self.model, load_file(checkpoint / WEIGHTS_NAME))  # maps the file: pages are read as needed
+        Weights go into the unwrapped model, because a wrapper's keys depend on the number of processes.
+        """
+        accelerator, sharded, weights = self.accelerator, checkpoint / OPTIMIZER_FOLDER, checkpoint / WEIGHTS_NAME
+        if self._is_sharded:
+            load_weights(self.model, load_file(weights))  # maps the file: pages are read as needed
+        else:
+            load_model(self.model, weights, device="cpu")
+        optimizers = [] if sharded.is_dir() else [self.optimizer]
         settings = (accelerator.process_index, accelerator.scaler, "cpu")
-        optimizers = [] if folder.is_dir() else [self.optimizer]
         load_accelerator_state(str(checkpoint), [], optimizers, [], [], *settings)
-        if folder.is_dir():
-            load_optimizer(self.optimizer.optimizer, folder)
+        if sharded.is_dir():
+            load_optimizer(self.optimizer.optimizer, sharded)
 
     def _write_shards(self, step: int) -> bool:
         """Write what is sharded into the hidden folder of a checkpoint; return whether all ranks could.

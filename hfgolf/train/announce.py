@@ -18,7 +18,7 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.system.hardware import accelerator_name, fast_product_dtype, has_fast_fp16_only
 from hfgolf.system.wording import count_of, gigabytes, join_words, labeled
 from hfgolf.train.decisions import Decisions
-from hfgolf.train.feed import read_of_each
+from hfgolf.train.feed import blocks_per_epoch, read_of_each
 from hfgolf.train.launched import processes_asked_of_accelerate
 
 if TYPE_CHECKING:
@@ -102,11 +102,11 @@ def announce_mixture(run: Run) -> None:
         logger.info("%s", labeled("text", f"{name}: {len(text.train):,} tokens{num_bytes}; {share}{last}"))
 
 
-def announce_end(run: Run, blocks_per_epoch: int) -> None:
+def announce_end(run: Run) -> None:
     """Say that a resumed run has nothing left to train, which of its limits it has reached, and what to do."""
     state, train = run.state, run.config.train
     done = {"max_steps": state.step, "max_tokens": state.tokens, "max_minutes": state.elapsed_seconds / 60}
-    done["max_epochs"] = state.blocks / blocks_per_epoch
+    done["max_epochs"] = state.blocks / blocks_per_epoch(run)
     limits = ((f"train.{key}", getattr(train, key), count) for key, count in done.items())
     sources = run.decisions.sources
     ended = [f"{key} {limit:,} ({sources.get(key)})" for key, limit, count in limits if limit and count >= limit]

@@ -24,7 +24,7 @@ from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import check_resume, choose_checkpoint, clean_up
 from hfgolf.config.parse import ResolvedConfig
 from hfgolf.config.sections import RunConfig
-from hfgolf.data.batches import micro_batches, num_blocks
+from hfgolf.data.batches import micro_batches
 from hfgolf.data.corpus import load_corpus, text_name
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import embedding_rows, keep_old_documents, text_start
@@ -54,7 +54,7 @@ from hfgolf.train.clock import Clock, step_limit
 from hfgolf.train.compilation import choose_compilation, warm_up
 from hfgolf.train.console import console
 from hfgolf.train.decisions import Decisions, choose_micro_batch, decide, free_bytes, share_loss_elements
-from hfgolf.train.feed import is_out_of_memory, start_batches
+from hfgolf.train.feed import blocks_per_epoch, is_out_of_memory, start_batches
 from hfgolf.train.hooks import Hooks
 from hfgolf.train.init_from import (
     frozen_names,
@@ -347,13 +347,12 @@ def _start(run: Run, origin: _Origin | None, signals: Signals) -> None:
     with first_of_machine():
         run.old_text = load_old_text(config, run.tokens)
     run.first_step = state.step
-    blocks_per_epoch = num_blocks(len(run.tokens.train), config.batch.sequence_length)
-    run.step_limit = step_limit(config.train, config.batch, blocks_per_epoch, state)
+    run.step_limit = step_limit(config.train, config.batch, blocks_per_epoch(run), state)
     processes, is_main = accelerator.num_processes, accelerator.is_main_process
     gather(None)  # as before `prepare`
     run.clock = Clock(config.train, state, run.stopwatch, signals, run.step_limit, processes, is_main)
     if config.train.resume not in (None, "auto") and run.clock.is_over():
-        announce_end(run, blocks_per_epoch)
+        announce_end(run)
     run.meter = _build_meter(run)
     run.restart_hooks()
     if origin:

@@ -344,12 +344,7 @@ def test_checkpoint_code_is_never_executed(run, tiny_run, copied_run, tmp_path, 
     checkpoint, kept = folder / "checkpoints" / "step-000006", tmp_path / "kept"
     torch.save(torch.amp.GradScaler("cpu").state_dict(), checkpoint / "scaler.pt")
     shutil.copytree(checkpoint, kept)
-    for name, complaint in {
-        "optimizer.bin": "holds a pickle that would run code",
-        "random_states_0.pkl": "holds a pickle that would run code",
-        "scaler.pt": "holds a pickle that would run code",
-        "custom_checkpoint_0.pkl": "does not fit this run",
-    }.items():
+    for name in ("optimizer.bin", "random_states_0.pkl", "scaler.pt"):
         shutil.rmtree(checkpoint)
         shutil.copytree(kept, checkpoint)
         bomb = {"state": Bomb(mark)}
@@ -359,7 +354,7 @@ def test_checkpoint_code_is_never_executed(run, tiny_run, copied_run, tmp_path, 
             (checkpoint / name).write_bytes(pickle.dumps(bomb))
         rewrite_manifest(checkpoint)
         verify(checkpoint)
-        with pytest.raises(UserError, match=complaint) as error:
+        with pytest.raises(UserError, match="holds a pickle that would run code") as error:
             run(tiny_run(train__resume="latest"))
         assert "\n" not in str(error.value)
         assert not mark.exists(), f"{name} was executed"
