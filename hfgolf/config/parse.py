@@ -418,9 +418,10 @@ def _fitting_batch(shipped: Mapping[str, Any], stated: Mapping[str, Any]) -> dic
 def _placeholders(stated: Mapping[str, Any]) -> dict[str, Any]:
     """Return values of AUTOPILOT's keys, until they are chosen, that go with those that are stated."""
     sizes = ("batch.sequence_length", "model.num_key_value_heads", "model.num_attention_heads")
-    length, of_keys, heads = (stated[key] if isinstance(stated.get(key), int) else None for key in sizes)
+    length, of_keys, of_queries = (stated[key] if isinstance(stated.get(key), int) else None for key in sizes)
+    heads = of_queries or of_keys
     fitting = {
-        "model.hidden_size": 64 * (heads or of_keys) if heads or of_keys else None,
+        "model.hidden_size": 64 * heads if heads else None,
         "model.num_attention_heads": of_keys or (1 if "model.hidden_size" in stated else None),
         "batch.tokens_per_step": length,
     }

@@ -44,8 +44,8 @@ def session(config: RunConfig, signals: Signals | None) -> Iterator[tuple[Signal
 
     signals: already entered by the caller; None: the caller is Python, which has done other things before. Yields the
     signals and the stopwatch of the run. Of what the caller did, only that before its first run belongs to it.
-    Afterwards, the next run may choose another precision. Raises UserError if the processes do not share the run's
-    folder.
+    Afterwards, the next run may choose another precision and other kernels. Raises UserError if the processes do not
+    share the run's folder.
     """
     from accelerate.state import AcceleratorState
 
@@ -57,6 +57,10 @@ def session(config: RunConfig, signals: Signals | None) -> Iterator[tuple[Signal
     with contextlib.ExitStack() as stack:
         if is_own:
             stack.callback(AcceleratorState._reset_state)
+        if config.train.deterministic:
+            only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
+            before = torch.are_deterministic_algorithms_enabled()
+            stack.callback(torch.use_deterministic_algorithms, before, warn_only=only_warns)
         signals = stack.enter_context(signals or Signals())
         signals.runs, signals.stop_message = signals.runs + 1, BEFORE_THE_FIRST_STEP
         stack.enter_context(console)

@@ -22,6 +22,7 @@ from hfgolf.system.errors import UserError
 from hfgolf.train import decisions, setup, validation
 from hfgolf.train.feed import blocks_per_epoch, epoch, start_batches
 from hfgolf.train.hooks import Hook, Hooks
+from hfgolf.train.process import seed_everything, session
 from hfgolf.train.run import Run
 
 
@@ -50,6 +51,14 @@ def test_deterministic_kernels_follow_the_config(build, own_determinism, determi
     build(train__deterministic=str(deterministic).lower())
     assert torch.are_deterministic_algorithms_enabled() is deterministic
     assert os.environ.get("CUBLAS_WORKSPACE_CONFIG") == (":4096:8" if deterministic else None)
+
+
+def test_the_kernels_of_a_run_are_not_those_of_the_next(tiny_run, own_determinism):
+    config = load_config(tiny_run(train__deterministic="true")).config
+    with session(config, None):
+        seed_everything(1, config.train.deterministic)
+        assert torch.are_deterministic_algorithms_enabled()
+    assert not torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize(
