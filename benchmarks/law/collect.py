@@ -47,7 +47,9 @@ CELLS = """
     3e13   shakespeare                     192/2048
     1e13   topics docstrings200            128/512
     5e12   shakespeare200                  128/512 192/512
-    1e13   python shakespeare              128/1024s128 128/1024s512 128/1024l4 128/1024l6
+    1e13   python shakespeare              128/1024s128 128/1024s512 128/1024l2 128/1024l4 128/1024l6
+    1e13   python docstrings               192/2048l2 192/2048l3
+    3e13   docstrings                      256/2048l3
     7.7e13 shakespeare                     256/1024x4096-0.1 256/1024x4096-0.2
     1.1e14 shakespeare                     256/1024x4096-0.2 256/1024x4096-0.3
     1.67e14 shakespeare                    256/1024x4096-0.2
