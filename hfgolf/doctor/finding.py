@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,7 +41,7 @@ class Finding:
         It starts from the rates of the fix, because those of the run may break its steps, too.
         """
         rates = {key: value for key, value in self.fix.items() if key.endswith("learning_rate")}
-        return f"{own_command()} find_lr --config {config} {_options(rates)}" if rates else None
+        return f"{own_command()} find_lr --config {shlex.quote(str(config))} {_options(rates)}" if rates else None
 
 
 def _options(values: Mapping[str, Any]) -> str:

@@ -53,11 +53,12 @@ class SameBatches:
             return None
         pairs = ", ".join(f"{step} that of {earlier}" for step, earlier in self._repeats)
         saw = f"in epoch {self._epoch + 1}, steps read the batch of an earlier step: step {pairs}"
-        causes = (
+        causes: tuple[str, ...] = (
             "a data order that restarts instead of continuing, so that the model sees only part of the text",
-            "loader workers that share one seed",
         )
-        fix = {"data.num_workers": 0} if history.settings["data.num_workers"] else {}
+        fix = {}
+        if history.settings["data.num_workers"]:
+            causes, fix = (*causes, "loader workers that share one seed"), {"data.num_workers": 0}
         return Finding("same batches again", self._repeats[0][0], saw, causes, fix)
 
 
@@ -142,7 +143,7 @@ def data_bound(history: History) -> Finding | None:
     )
     causes = (
         "too few loader workers" if workers else "no loader workers: the device waits while batches are gathered",
-        "a token cache on a slow disk",
+        *(() if history.settings["data.in_memory"] is True else ("a token cache on a slow disk",)),
         "other programs on the cores that gather the batches",
     )
     return Finding("data-bound", recent[0].step, saw, causes, _faster_data(history))
@@ -206,7 +207,10 @@ class CostlyEvaluation:
             causes = ("evaluations that read more tokens than they need", "evaluations that are too frequent")
             fix = {"train.eval_tokens": "auto"}
         else:
-            causes = ("evaluations that are too frequent", "samples that are slow to write (train.sample_tokens)")
+            samples = (
+                ("samples that are slow to write (train.sample_tokens)",) if settings["train.sample_tokens"] else ()
+            )
+            causes = ("evaluations that are too frequent", *samples)
             fix = {"train.eval_every_steps": math.ceil(two_digits(every * seconds / steps / USUAL_SHARE))}
         return Finding("costly evaluations", history.step, saw, causes, fix)
 

@@ -24,7 +24,9 @@ from hfgolf.doctor.finding import (
 )
 from hfgolf.doctor.history import History, Step
 from hfgolf.run.loss_levels import LEVEL_STEPS, MIN_RISE, RISE, RISE_FROM_START, SIGMAS, SPIKE_SHARE, robust_sigma
+from hfgolf.system.wording import join_words
 
+USUAL_WARMUP = 100
 IMMEDIATE_STEPS = 50  # or the warmup if longer; a learning rate that is much too high shows by then
 
 
@@ -40,20 +42,28 @@ def nonfinite(history: History) -> Finding | None:
     saw = f"{len(skips)} steps in a row had a nonfinite gradient{parameter}{last}"
     warmup_steps = history.settings["schedule.warmup_steps"]
     if step > max(IMMEDIATE_STEPS, warmup_steps):
-        causes = ("a learning rate that is too high for this phase", "activations too large for 16 bits", "bad batches")
-        fix = scaled_learning_rates(history, 0.5) | _full_precision(history)
-        return Finding("NaN in mid-run", step, saw, causes, fix)
-    causes = (
-        "a learning rate that is much too high",
-        "no warmup for the first updates",
-        "nonfinite values in the initial weights",
-    )
-    fix = scaled_learning_rates(history, 0.1) | {"schedule.warmup_steps": max(100, warmup_steps)}
+        overflow, precision = _fp16(history, "activations")
+        causes = ("a learning rate that is too high for this phase", *overflow, "bad batches")
+        return Finding("NaN in mid-run", step, saw, causes, scaled_learning_rates(history, 0.5) | precision)
+    weights = () if before else ("nonfinite values in the initial weights",)
+    causes = ("a learning rate that is much too high", *_short_warmup(history), *weights)
+    fix = scaled_learning_rates(history, 0.1) | {"schedule.warmup_steps": max(USUAL_WARMUP, warmup_steps)}
     return Finding("immediate NaN", step, saw, causes, fix)
 
 
-def _full_precision(history: History) -> dict[str, Any]:
-    return {} if history.settings["train.mixed_precision"] == "no" else {"train.mixed_precision": "no"}
+def _fp16(history: History, values: str) -> tuple[tuple[str, ...], dict[str, Any]]:
+    """Return the cause and the fix of values that fp16 cannot hold; bf16 has the range of fp32."""
+    if history.settings["train.mixed_precision"] != "fp16":
+        return (), {}
+    return (f"{values} above 65,504, too large for fp16",), {"train.mixed_precision": "no"}
+
+
+def _short_warmup(history: History) -> tuple[str, ...]:
+    """Return the warmup as a cause of what goes wrong at once, if it is short."""
+    steps = history.settings["schedule.warmup_steps"]
+    if steps >= USUAL_WARMUP:
+        return ()
+    return (f"a warmup of only {steps} steps" if steps > 1 else "no warmup for the first updates",)
 
 
 MAX_CHANCE_OVERLAPS = 0.05  # expected number of text ranges that randomly drawn batches would share
@@ -86,12 +96,13 @@ def nonfinite_on_tokens(history: History) -> Finding | None:
         f"{len(isolated)} steps ({steps}) had a nonfinite gradient, first in {' or '.join(sorted(parameters))},"
         f" but the steps between them were fine; {common}"
     )
+    overflow, fix = _fp16(history, "activations of rare tokens")
     causes = (
         "tokens that the model cannot handle: ids outside its embedding, or a block without any target",
         "an attention mask that leaves a token nothing to attend to",
-        "activations of rare tokens that are too large for 16 bits",
+        *overflow,
     )
-    return Finding("NaN on specific tokens", isolated[0]["step"], saw, causes, _full_precision(history))
+    return Finding("NaN on specific tokens", isolated[0]["step"], saw, causes, fix)
 
 
 MIN_CLIPPED_STEPS = 50  # fewer may be a passing phase
@@ -151,7 +162,8 @@ class Divergence:
                 f"the training loss was {high.loss:.4g}, {high.loss / history.first_loss:.3g} times the first step's"
                 f" loss of {history.first_loss:.4g}{guessing}; gradient norm {high.grad_norm:.3g}"
             )
-            return self._finding(history, high.step, saw, "no warmup for the first updates", 0.1)
+            is_early = high.step <= max(IMMEDIATE_STEPS, history.settings["schedule.warmup_steps"])
+            return self._finding(history, high.step, saw, _short_warmup(history) if is_early else (), 0.1)
         restored_at = history.restore["step"] if history.restore else 0
         if not history.new_steps or history.step < restored_at + LEVEL_STEPS:
             return None
@@ -163,15 +175,15 @@ class Divergence:
             return None
         before, step_before = min((self._lowest, self._lowest_step), (start, 1))
         saw = f"the median training loss is now {history.level:.4g}; it was {before:.4g} at step {step_before}"
-        return self._finding(history, history.step, saw, "a different kind of text", 0.5)
+        return self._finding(history, history.step, saw, ("a different kind of text",), 0.5)
 
-    def _finding(self, history: History, step: int, saw: str, other_cause: str, rate_factor: float) -> Finding:
-        causes = ["a learning rate that is too high", other_cause]
+    def _finding(self, history: History, step: int, saw: str, others: tuple[str, ...], rate_factor: float) -> Finding:
+        causes = ("a learning rate that is too high", *others)
         fix = scaled_learning_rates(history, rate_factor)
         if history.settings["train.max_grad_norm"] is None:
-            causes.insert(1, "no gradient clipping")
+            causes = (causes[0], "no gradient clipping", *others)
             fix["train.max_grad_norm"] = 1.0
-        return Finding("divergence", step, saw, tuple(causes), fix)
+        return Finding("divergence", step, saw, causes, fix)
 
 
 SPIKE, NORM_SPIKE = "isolated loss spike", "gradient norm spike"
@@ -247,7 +259,8 @@ class NormSpikes:
         later = [s for s in history.new_steps if 0 < s.step - step.step <= NORM_LEAD_STEPS and s.loss > limit]
         reaction = f"the loss rose to {later[0].loss:.4g} at step {later[0].step}" if later else "the loss held"
         saw = f"the gradient norm rose from {np.median(norms):.3g} to {step.grad_norm:.3g}; {reaction}"
-        cause = "an unusual batch, which clipping makes harmless"
+        is_clipped = history.settings["train.max_grad_norm"] is not None
+        cause = "an unusual batch" + (", which clipping makes harmless" if is_clipped else "")
         return _numbered(history, NORM_SPIKE, step.step, saw, self._count, cause, is_serious=bool(later))
 
 
@@ -289,10 +302,11 @@ def diverged_after_restore(history: History) -> Finding | None:
         f"the training loss was {loss_before:.4g} in the {len(before)} steps before the checkpoint, but"
         f" {loss_after:.4g} in the {RESTORE_STEPS} steps after it ({event})"
     )
+    changed = history.restore.get("changed")
     causes = (
         "optimizer or gradient scaler state that does not match the weights (hfgolf verify_resume checks this)",
         "weights from another step than the checkpoint's",
-        "a config, text or precision that was changed for the resume",
+        *((f"what was changed for the resume: {join_words(changed, maximum=3)}",) if changed else ()),
     )
     fix: dict[str, Any] = {"train.resume": "best"}
     if event == "rollback":
@@ -307,6 +321,7 @@ PLATEAU_LEVEL = 0.6  # of the first loss, ln(vocabulary); learning which token f
 # The same for a learning rate far above the usual. AdamW at 0.3 stays at 0.56 to 0.59 of the first loss for 200 steps,
 # just below what byte frequencies alone give, and gains 0.013 to 0.017. Muon at 1 learns, and reaches 0.45.
 HIGH_RATE_PLATEAU_LEVEL, HIGH_RATE_PLATEAU_GAIN = 0.5, 0.02
+LOWERED = 0.9  # of the peak; a rate above that has not been lowered yet
 
 
 def early_plateau(history: History) -> Finding | None:
@@ -329,12 +344,14 @@ def early_plateau(history: History) -> Finding | None:
         f"the training loss only went from {before:.4g} to {now:.4g} over the last {len(losses)} steps, after starting"
         f" at {history.first_loss:.4g}; the learning rate is {history.latest.get('learning_rate', math.nan):.2g}"
     )
-    too_low = ("a learning rate that is too low", "a schedule that lowered the learning rate too early")
+    rate = history.latest.get("learning_rate", 0.0)
+    is_lowered = rate < LOWERED * history.settings["optim.learning_rate"]
+    lowered = ("a schedule that lowered the learning rate too early",) if is_lowered else ()
     too_high = "a learning rate so high that the model cannot learn fine detail"
     if rate_ratio > FAR_ABOVE_USUAL:
-        return Finding("early plateau", step, saw, (too_high, *too_low[1:]), scaled_learning_rates(history, 0.1))
+        return Finding("early plateau", step, saw, (too_high, *lowered), scaled_learning_rates(history, 0.1))
     raised = scaled_learning_rates(history, 10 if rate_ratio < 1 / 3 else 3)
-    return Finding("early plateau", step, saw, (*too_low, too_high), raised)
+    return Finding("early plateau", step, saw, ("a learning rate that is too low", *lowered, too_high), raised)
 
 
 VALIDATION_RISE = 0.03  # of the lowest loss; in healthy runs, evaluation noise reached 0.017
@@ -358,9 +375,12 @@ def validation_rises(history: History) -> Finding | None:
         f" {now.step}, while the training loss fell from {best.train_level:.4g} to {now.train_level:.4g}"
         f" (epoch {history.epoch:.2g})"
     )
+    patience: dict[str, Any] = {"train.patience_evals": history.settings["train.patience_evals"] or 3}
+    if history.epoch <= 1:  # nothing was read twice
+        causes = ("training text of another kind than the validation text", "training text that repeats itself")
+        return Finding("validation loss rising", best.step, saw, causes, patience)
     causes = ("too little text for this model and this many epochs", "too little regularization")
-    fix = {
-        "train.patience_evals": history.settings["train.patience_evals"] or 3,
+    fix = patience | {
         "model.dropout": max(0.1, two_digits(min(0.5, 2 * history.settings["model.dropout"]))),
         "optim.weight_decay": two_digits(2 * history.settings["optim.weight_decay"]) or 0.1,
     }

@@ -500,7 +500,54 @@ def test_every_fix_is_a_valid_change(name, optimizer):
         after = load_config([*options, "--train.max_steps=1", *fix]).config.flat()
         assert {key for key in after if after[key] != before[key]} == set(finding.fix)
         assert "optim.adamw_learning_rate" not in finding.fix or optimizer == "muon"
-        assert "\n" not in str(finding) and len(finding.causes) > 1
+        assert "\n" not in str(finding) and finding.causes
+
+
+REPEATED = log(range(1, 101), sample_hash=lambda step: str(step % 50))
+CONTRADICTED = {
+    "bf16 has the range of fp32": ("late nan", "fp16", {"train__mixed_precision": "fp16"}),
+    "a long warmup": ("nan", "warmup", {"schedule__warmup_steps": 0}),
+    "a long warmup, and a loss far above guessing": ("blow-up", "warmup", {"schedule__warmup_steps": 20}),
+    "no loader workers": ("repeated", "workers that share", {"data__num_workers": 2}),
+    "tokens in memory": ("data", "slow disk", {"data__in_memory": False}),
+    "no clipping": ("norm spike", "clipping makes harmless", {"train__max_grad_norm": 1.0}),
+    "a rate at its peak": ("plateau", "lowered", {"optim__learning_rate": 0.02}),
+}
+SETTINGS = {
+    "train__mixed_precision": "bf16",
+    "schedule__warmup_steps": 100,
+    "data__num_workers": 0,
+    "data__in_memory": True,
+    "train__max_grad_norm": None,
+    "optim__learning_rate": 0.01,
+}
+
+
+@pytest.mark.parametrize(("name", "cause", "other"), CONTRADICTED.values(), ids=CONTRADICTED)
+def test_no_cause_contradicts_the_config(name, cause, other):
+    norms = log(range(1, 101), norm=lambda step: 9.0 if step == 60 else 0.5)
+    blow_up = log(range(1, 31), lambda step: 40.0 if step == 30 else learning(step))
+    lines = (UNHEALTHY | {"repeated": REPEATED, "norm spike": norms, "blow-up": blow_up})[name]
+    (finding,), (possible,) = diagnose(lines, **SETTINGS), diagnose(lines, **SETTINGS | other)
+    assert not any(cause in each for each in finding.causes)
+    assert any(cause in each for each in possible.causes)
+
+
+def test_after_a_restore_only_what_changed_is_a_cause():
+    restored = {"step": 100, "event": "resumed"}
+    before, after = log(range(1, 101), settled), log(range(101, 121), lambda step: 4.0 + noise(step))
+    (finding,) = diagnose([*before, restored, *after])
+    assert not any("changed" in cause for cause in finding.causes)
+    (finding,) = diagnose([*before, restored | {"changed": ["model.dropout 0.0 -> 0.1"]}, *after])
+    assert "what was changed for the resume: model.dropout 0.0 -> 0.1" in finding.causes
+
+
+def test_what_was_read_once_is_not_called_too_little():
+    (once,) = diagnose(evaluated([3.0, 2.5, 2.6, 2.7]))
+    assert "another kind" in once.causes[0] and once.fix == {"train.patience_evals": 3}
+    often = [row | {"epoch": row["step"] / 50} for row in evaluated([3.0, 2.5, 2.6, 2.7])]
+    (finding,) = [finding for finding in diagnose(often) if finding.symptom == "validation loss rising"]
+    assert "too little text" in finding.causes[0] and "model.dropout" in finding.fix
 
 
 def write(folder: Path, lines: Iterable[Line], tail: str = "") -> Path:
