@@ -18,6 +18,7 @@ from typing import Any
 from hfgolf.compare.experiment import Experiment
 from hfgolf.compare.outcome import Outcome
 from hfgolf.compare.statistics import NOISE_P_VALUE, ArmResult, GridBest, arm_results, best_of_grid
+from hfgolf.run.record import validates_on_other_text
 from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact, redact_values
 from hfgolf.system.wording import aligned, count_of, join_words
@@ -89,6 +90,11 @@ def compare_experiment(
             raise UserError(
                 f"{runs[0].path} was evaluated on {extents[0]}, {run.path} on {extents[1]}; compare runs with the same"
                 " data and tokenizer, and train.final_eval_tokens null."
+            )
+        if validates_on_other_text(run.metadata, runs[0].metadata):
+            raise UserError(
+                f"{runs[0].path} and {run.path} were evaluated on different texts of the same size; compare runs with"
+                " the same validation text."
             )
     hardware = _distinct(run.metadata["hardware"] for run in runs)
     seconds_caveats = {

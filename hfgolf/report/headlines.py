@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hfgolf.run.metrics import is_number, on_subset
-from hfgolf.run.record import FIGURES, RunRecord, final_figures, format_figures
+from hfgolf.run.record import FIGURES, RunRecord, final_figures, format_figures, validates_on_other_text
 
 _UNITS = {"val_loss": "nats per token", "train_loss": "nats per token"}
 _BITS_OF_A_BYTE = 8
@@ -94,11 +94,13 @@ def basis(run: RunRecord) -> list[str]:
 
 def notes_on_all(runs: Sequence[RunRecord]) -> list[str]:
     """Say which figures of several runs can't be compared."""
-    behind = [found for run in runs if (found := _evaluated_on(run))]
-    if len({num_bytes for _, num_bytes in behind}) > 1:
-        return [
-            "The runs were evaluated on different amounts of text, so their losses and bits per byte do not compare."
-        ]
+    evaluated = [(run, found) for run in runs if (found := _evaluated_on(run))]
+    behind = [found for _, found in evaluated]
+    what = "amounts of text" if len({num_bytes for _, num_bytes in behind}) > 1 else ""
+    if any(validates_on_other_text(run.metadata, evaluated[0][0].metadata) for run, _ in evaluated):
+        what = "texts"
+    if what:
+        return [f"The runs were evaluated on different {what}, so their losses and bits per byte do not compare."]
     if len({tokens for tokens, _ in behind}) > 1:
         return ["The runs cut the same text into different tokens, so their losses do not compare; bits per byte do."]
     return []

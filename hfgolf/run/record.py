@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -222,6 +222,24 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_summary(path: Path) -> dict[str, Any]:
     """Return the summary of a run, with None for each value of the wrong type."""
     return {key: value if _is_figure(key, value) else None for key, value in read_json(path).items()}
+
+
+def validates_on_other_text(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Return whether two runs, by their metadata, validate on different text; False if one does not say on which.
+
+    Names of files do not matter, and of runs whose validation text is in files of its own, only these do.
+    """
+    found = (metadata.get("corpus") for metadata in (one, other))
+    first, second = (corpus if isinstance(corpus, dict) else {} for corpus in found)
+    known = (first.keys() & second.keys()) - {"shares"}  # how often a mixture trains on each of its texts
+    if first.get("val_files") and second.get("val_files"):
+        known -= {"files", "split", "val_fraction", "max_documents"}
+    return any(_without_names(first[key]) != _without_names(second[key]) for key in known)
+
+
+def _without_names(value: Any) -> Any:
+    is_listing = isinstance(value, list) and all(isinstance(entry, list) for entry in value)
+    return [entry[1:] for entry in value] if is_listing else value
 
 
 def _is_figure(key: str, value: Any) -> bool:

@@ -137,6 +137,36 @@ def test_different_validation_data_is_rejected(outcome):
         compare_outcomes("two", "", runs)
 
 
+ONE = {"source": "files", "val_fraction": 0.05, "files": [["a.txt", 9, "aa"]], "val_files": []}
+APART = {"val_files": [["v.txt", 5, "vv"]]}
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_compared"),
+    [
+        pytest.param(ONE, ONE | {"files": [["b.txt", 9, "bb"]]}, False, id="other text of the same size"),
+        pytest.param(ONE, ONE | {"val_fraction": 0.1}, False, id="another part of it"),
+        pytest.param(ONE, ONE | APART, False, id="the end of one, a file of its own"),
+        pytest.param(ONE, ONE | {"files": [["renamed.txt", 9, "aa"]]}, True, id="another name"),
+        pytest.param(ONE | APART, ONE | APART | {"files": [["b.txt", 9, "bb"]]}, True, id="other training text"),
+        pytest.param(ONE | {"shares": [1, 2]}, ONE | {"shares": [2, 1]}, True, id="other shares of a mixture"),
+        pytest.param(ONE, ONE | {"member_kinds": ["c"]}, True, id="a key of a newer version"),
+        pytest.param(ONE, None, True, id="a run of a version that did not say"),
+    ],
+)
+def test_runs_that_validate_on_other_text_are_refused(outcome, one, other, is_compared):
+    """As many tokens and bytes: of byte tokens, say, on which final_eval_tokens sets a limit."""
+    runs = {
+        name: {1: outcome(1, 2.0, metadata=outcome(1, 2.0).metadata | {"corpus": corpus})}
+        for name, corpus in (("one", one), ("two", other))
+    }
+    if is_compared:
+        assert compare_outcomes("two", "", runs).baseline == "one"
+    else:
+        with pytest.raises(UserError, match="were evaluated on different texts of the same size"):
+            compare_outcomes("two", "", runs)
+
+
 def test_existing_runs_are_labeled_by_their_differing_settings(outcome):
     runs = {
         name: {1: outcome(1, 2.0, config={"optim.learning_rate": rate, "run.name": name, "optim.eps": 1})}

@@ -312,12 +312,19 @@ def test_runs_side_by_side(folder):
 
 
 @pytest.mark.parametrize(
-    ("change", "says"), [({"val_tokens": 110}, "bits per byte do"), ({"val_bytes": 301}, "different amounts of text")]
+    ("change", "text", "says"),
+    [
+        ({"val_tokens": 110}, "aa", "bits per byte do"),
+        ({"val_bytes": 301}, "aa", "different amounts of text"),
+        ({}, "bb", "on different texts, so"),
+    ],
 )
-def test_scores_on_other_tokens_or_text_do_not_compare(folder, change, says):
+def test_scores_on_other_tokens_or_text_do_not_compare(folder, change, text, says):
     summary = {"val_loss": 3.0, "val_bits_per_byte": 1.5, "val_tokens": 100, "val_bytes": 300}
-    one, same = (folder(rows(), name=name, summary_json=summary) for name in ("one", "same"))
-    other = folder(rows(), name="other", summary_json=summary | change)
+    known = {"corpus": {"files": [["a.txt", 9, "aa"]]}}
+    one, same = (folder(rows(), name=name, summary_json=summary, metadata_json=known) for name in ("one", "same"))
+    of_text = {"corpus": {"files": [["a.txt", 9, text]]}}
+    other = folder(rows(), name="other", summary_json=summary | change, metadata_json=of_text)
     assert says in report(one, other).text and "not compare" not in report(one, same).text
 
 
