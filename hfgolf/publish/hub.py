@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -113,7 +114,7 @@ def _upload(
     try:
         url = api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: the account's default
         if private and not api.model_info(url.repo_id).private:
-            raise UserError(f"hub.private: {repo_id} is already public; make it private or use another name.")
+            raise UserError(f"{repo_id} is already public; make it private or use another name.")
         if tag and tag in {ref.name for ref in api.list_repo_refs(url.repo_id).tags}:
             raise UserError(f"--tag: {repo_id} already has the tag {tag}, so nothing was pushed; use another name.")
         if revision:
@@ -129,7 +130,7 @@ def _upload(
         raise
     except Exception as error:  # huggingface_hub, its HTTP client and hf_xet each raise their own types
         hint = "check the name and the network, and log in with `hf auth login`"
-        raise UserError(f"hub.repo_id: cannot push to {repo_id}: {_reason(error)}; {hint}.") from None
+        raise UserError(f"cannot push to {repo_id}: {_reason(error)}; {hint}.") from None
     return f"{url}/tree/{revision}" if revision else str(url)
 
 
@@ -200,7 +201,7 @@ class HubPusher:
         try:
             folder.rename(outgoing)
         except OSError as error:  # something is left of the folder before, as on a network file system
-            self._warn(f"{one_line(error)}.", folder)
+            self._warn(f"{one_line(error)}.")
             return
         self._start(outgoing, message, delete_after=True)
 
@@ -254,17 +255,20 @@ class HubPusher:
             logger.info("hub: pushed %s to %s", message, output)
         else:
             reason = output.splitlines()[-1].removeprefix("error: ") if output else "its process was killed."
-            self._warn(reason, folder, branch)
+            self._warn(reason, None if delete_after else self._retry_command(folder, branch))
         if delete_after:
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _warn(self, reason: str, folder: Path, branch: str | None = None) -> None:
-        logger.warning("hub: not pushed: %s To try again: %s", reason, self._retry_command(folder, branch))
+    def _warn(self, reason: str, retry: str | None = None) -> None:
+        """Say why there was no push, and how to repeat it; None: the run will push again."""
+        again = "The next push will try again." if retry is None else f"To try again: {retry}"
+        logger.warning("hub: not pushed: %s %s", reason, again)
 
     def _retry_command(self, folder: Path, branch: str | None = None) -> str:
-        what = f"--model {folder} --revision {branch}" if branch else f"--run {folder.parent}"
-        command = f"{own_command()} push {what} --repo {self._repo_id}"
-        return command if self._format == "auto" else f"{command} --format {self._format}"
+        words = ["--model", str(folder), "--revision", branch] if branch else ["--run", str(folder.parent)]
+        words += ["--repo", self._repo_id, *(["--private"] if self._private else [])]
+        words += [] if self._format == "auto" else ["--format", self._format]
+        return f"{own_command()} push {shlex.join(words)}"
 
 
 def main() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import shutil
 import subprocess
 from pathlib import Path
@@ -138,7 +139,7 @@ def test_private_is_sent_and_never_dropped_silently(exported, hub):
 )
 def test_rejection_by_the_hub_is_one_line(exported, hub, status, path):
     hub.fail_with, hub.failing_path = status, path
-    with pytest.raises(UserError, match=r"hub\.repo_id: cannot push to user/name: .*hf auth login") as caught:
+    with pytest.raises(UserError, match=r"^cannot push to user/name: .*hf auth login") as caught:
         push_folder(exported, "user/name", private=False, message="m")
     assert "\n" not in str(caught.value) and str(status) in str(caught.value)
 
@@ -146,7 +147,7 @@ def test_rejection_by_the_hub_is_one_line(exported, hub, status, path):
 def test_script_exits_with_2_and_one_line(exported, hub, push, run_script):
     hub.fail_with = 403
     said = push("--format", "golf")
-    assert said.status == 2 and said.err.startswith("error: hub.repo_id: cannot push") and said.err.count("\n") == 1
+    assert said.status == 2 and said.err.startswith("error: cannot push") and said.err.count("\n") == 1
     said = run_script("push_to_hub.py", "--run", exported, "--repo", "user/name")
     assert said.status == 2 and said.err.count("\n") == 1 and "no exported model" in said.err
 
@@ -163,8 +164,22 @@ def test_failed_push_in_a_run_is_a_warning(exported, hub, caplog):
     levels = [record.levelname for record in caplog.records]
     assert levels == [*["WARNING"] * 3, "INFO"], caplog.text
     assert all("No such file or directory" in message for message in caplog.messages[1:3])
-    assert f"--run {exported.parent} --repo user/name" in caplog.text
+    assert f"--run {exported.parent} --repo user/name" in caplog.messages[0]
+    assert caplog.messages[2].endswith("The next push will try again."), "there is no such model in the run yet"
     assert hub.repositories["user/name"].commits == ["step 7"]
+
+
+def test_the_command_that_repeats_a_push_works_as_printed_and_keeps_the_model_private(
+    exported, hub, pushes_here, caplog, run_script
+):
+    folder = exported.parent.rename(exported.parent.with_name("a run"))
+    hub.fail_with = 500
+    HubPusher("user/secret", private=True, format="golf").push_now(folder / "model", "last")
+    hub.fail_with = None
+    command = caplog.messages[-1].partition("To try again: ")[2].removeprefix(f"{own_command()} push ")
+    said = run_script("push_to_hub.py", *shlex.split(command))
+    assert said.status == 0, said.err
+    assert hub.repositories["user/secret"].private
 
 
 def test_pushes_never_overlap(exported, hub, pushes_here, caplog):
