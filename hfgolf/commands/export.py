@@ -20,6 +20,7 @@ from hfgolf.config.sections import RunConfig
 from hfgolf.run.find_model import find_model, models_here
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import of_averages, read_metrics
+from hfgolf.run.record import read_json
 from hfgolf.system.errors import UserError, writing
 from hfgolf.system.wording import join_words, one_line
 
@@ -181,4 +182,5 @@ def _figures(run: RunFolder, config: RunConfig, step: int) -> dict[str, Any]:
         "val_bits_per_byte": row["val_bits_per_byte"],
         "val_tokens": row["val_tokens"],
         "val_bytes": row["val_bytes"],
+        **read_json(run.metadata).get("val_notes", {}),
     }

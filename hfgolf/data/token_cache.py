@@ -86,6 +86,11 @@ class TokenCache:
     texts: dict[str, TokenCache] = field(default_factory=dict)
     """Of a mixture: the tokens of each text, by its name."""
 
+    @property
+    def val_notes(self) -> dict[str, Any]:
+        """What a reader of the validation figures must know of their text, for summary.json and the card."""
+        return ({"tokenizer_loss": self.tokenizer_loss} if self.tokenizer_loss else {}) | self.overlap
+
     def check(self, wait: bool = False) -> None:
         """Raise DamagedCacheError if the verification thread has found damage. Cheap: the thread does the work.
 

@@ -148,9 +148,7 @@ def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
         summary["targets"] = "the assistant's turns"
     if run.config.model.architecture != "golf":
         summary["architecture"] = type(run.raw_model).__name__
-    if run.tokens.tokenizer_loss:
-        summary["tokenizer_loss"] = run.tokens.tokenizer_loss
-    summary |= run.tokens.overlap
+    summary |= run.tokens.val_notes
     if damaged_best:
         summary["damaged_best_step"] = damaged_best
     undo_compilation(run.raw_model)

@@ -392,5 +392,6 @@ def write_description(run: Run) -> None:
         config_yaml = f"{note}\n{config_yaml}"
     metadata = run_metadata(recorded, fingerprint()) | {"init_from": run.init_from}
     metadata["corpus"] = run.checkpoints.identity["corpus"]
+    metadata["val_notes"] = run.tokens.val_notes
     metadata["parameter_groups"] = group_rows(run.optimizer)
     run.folder.describe_start(config_yaml, metadata, uncommitted_changes())
