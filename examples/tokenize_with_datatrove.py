@@ -2,7 +2,7 @@
 
     pip install datatrove
     python examples/tokenize_with_datatrove.py text tokenizer.json tokens
-    hfgolf train --data.source shards --data.files tokens/train --data.val_files tokens/val \\
+    hfgolf train --config small --data.source shards --data.files tokens/train --data.val_files tokens/val \\
         --tokenizer.kind pretrained --tokenizer.name_or_path tokenizer.json
 
 `text` has the folders train and val with Parquet files, whose column `text` has a document per row. The tokenizer is a

@@ -89,16 +89,14 @@ def test_json_of_a_conversation_is_refused(hfgolf):
     assert said == (2, "", "error: --json: chat is a conversation; `hfgolf generate --json` writes one text.\n")
 
 
-def test_every_script_is_a_door_of_at_most_ten_lines_to_a_verb_or_a_benchmark():
+def test_every_script_is_a_door_of_at_most_ten_lines_to_a_verb():
     verbs = set()
     for path in (ROOT / "scripts").glob("*.py"):
         text = path.read_text()
         assert text.count("\n") <= 10, path.name
         words = re.search(r"main\(\[(.*), \*sys\.argv\[1:\]\]\)", text)
-        if words is None:
-            assert (ROOT / "benchmarks" / path.name).is_file() and f'"{path.name}"' in text, path.name
-        else:
-            verbs.add(words[1].replace('"', "").replace(",", ""))
+        assert words, path.name
+        verbs.add(words[1].replace('"', "").replace(",", ""))
     assert verbs == {*VERBS}
 
 
@@ -108,19 +106,17 @@ def test_every_script_is_a_door_of_at_most_ten_lines_to_a_verb_or_a_benchmark():
         (["trian"], "error: hfgolf: there is no command trian; did you mean train?\n"),
         (["xyzzy"], "error: hfgolf: there is no command xyzzy; `hfgolf --help` lists the commands.\n"),
         (["golf", "exprt"], "error: hfgolf: there is no command golf exprt; did you mean golf export?\n"),
-        (
-            ["roofline", "--output", "x"],
-            "error: hfgolf: roofline is a benchmark now; in a checkout, run `python benchmarks/roofline.py`.\n",
-        ),
-        (
-            ["watch", "runs/small"],
-            "error: hfgolf: watch is gone: open report.html in the run's folder; it reloads itself while the run"
-            " trains.\n",
-        ),
     ],
 )
 def test_an_unknown_verb_is_one_line(hfgolf, arguments, said):
     assert hfgolf(*arguments) == (2, "", said)
+
+
+@pytest.mark.parametrize("verb", ["find_lr", "prepare", "profile", "schedule", "verify_resume"])
+def test_what_the_minutes_would_choose_is_not_guessed(hfgolf, verb):
+    said = hfgolf(verb, "my.txt", "--minutes", 5)
+    assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
+    assert said.err.startswith("error: train.max_minutes: without a config, the minutes choose shape and rates")
 
 
 def test_a_printed_command_is_found_where_it_is_typed(tmp_path, monkeypatch):

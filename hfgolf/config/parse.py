@@ -154,7 +154,7 @@ def load_config(
     argv: the arguments, or the path or name of a config; None: the arguments of the process. `--help` and
     `--print_config` print and exit with status 0. where: what error messages call the arguments. needs_limit: whether
     the run must end by itself. values: {"section.key": value}, which win over the file like the arguments. may_choose:
-    whether the caller lets train/autopilot.py choose what the minutes leave open; else, these values are of small.
+    whether the caller lets train/autopilot.py choose what the minutes leave open; else, a config is asked for.
     Raises UserError (one line) for a missing file, an unknown key, or a value of the wrong type or out of range.
     """
     argv = [f"--config={argv}"] if isinstance(argv, str | Path) else argv
@@ -181,7 +181,7 @@ def load_config(
     if dollars is not None:
         stated["train.max_minutes"] = _minutes(dollars, (from_file | stated).get("run.price_per_hour"))
     if (texts or stated.get(DISTILL_FROM)) and base is None and path is None:
-        base = base_for(stated, may_choose)
+        base = base_for(stated)
     below, sources = ({}, {}) if base is None else (base.stated(), dict(base.sources))
     if base and texts:
         below["run.name"] = text_name(texts)
@@ -215,6 +215,11 @@ def load_config(
     if "--print_config" in arguments:
         print("# auto: chosen when training starts\n" if resolved.is_open else "", resolved.to_yaml(), sep="", end="")
         sys.exit(0)
+    if resolved.is_open and not may_choose:
+        raise UserError(
+            "train.max_minutes: without a config, the minutes choose shape and rates when training starts, and this"
+            " command can't know them; leave the minutes out, or name a config, as of a run."
+        )
     return resolved
 
 
@@ -295,13 +300,13 @@ def _minutes(dollars: str, price_per_hour: object) -> float:
     return 60 * value / price_per_hour
 
 
-def base_for(stated: Mapping[str, Any], may_choose: bool = True) -> ResolvedConfig:
+def base_for(stated: Mapping[str, Any]) -> ResolvedConfig:
     """Return what begins without a config: small, or finetune for weights that exist, without their examples.
 
     With train.distill_from, it is the config of the first of these runs, whose steps it repeats.
 
-    stated: what a person states beside it. With train.max_minutes, the values of AUTOPILOT are open if they may be
-    chosen, unless it states a key of _MEASURED with another value: then one line says that the minutes choose nothing.
+    stated: what a person states beside it. With train.max_minutes, the values of AUTOPILOT are open, unless it states
+    a key of _MEASURED with another value: then one line says that the minutes choose nothing.
     Of finetune, the examples are its text, its model and the length of its sequences, for which the weights may be too
     short. Of small, they are its prompt, and its tokenizer, whose size depends on the text; a run that has another
     tokenizer keeps it. Of both, that they evaluate all of their small texts at the end.
@@ -317,7 +322,7 @@ def base_for(stated: Mapping[str, Any], may_choose: bool = True) -> ResolvedConf
         for key, known in _MEASURED.items()
         if (value := stated.get(key)) not in (None, *known)
     ]
-    if has_minutes and may_choose and unknown:
+    if has_minutes and unknown:
         why = f"shape and rates are not chosen with {join_words(unknown)}"
         _say_once(f"train.max_minutes only limits this run: {why}, so they are those of {name}, or stated")
     of_weights = ("data.", "model.", "batch.sequence_length")
@@ -328,7 +333,7 @@ def base_for(stated: Mapping[str, Any], may_choose: bool = True) -> ResolvedConf
         return ResolvedConfig(shipped.config, sources)
     if has_minutes:
         del sources["train.max_steps"]
-    open_keys = AUTOPILOT if has_minutes and may_choose and not unknown else ["tokenizer.kind"]
+    open_keys = AUTOPILOT if has_minutes and not unknown else ["tokenizer.kind"]
     return ResolvedConfig(shipped.config, sources | dict.fromkeys(open_keys, "auto"))
 
 

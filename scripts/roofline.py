@@ -1,7 +1,0 @@
-"""Moved to benchmarks/roofline.py, which this runs."""
-
-import runpy
-from pathlib import Path
-
-if __name__ == "__main__":
-    runpy.run_path(str(Path(__file__).parents[1] / "benchmarks" / "roofline.py"), run_name="__main__")
