@@ -18,6 +18,7 @@ from typing import Any
 from hfgolf.compare.experiment import Experiment
 from hfgolf.compare.outcome import Outcome
 from hfgolf.compare.statistics import NOISE_P_VALUE, ArmResult, GridBest, arm_results, best_of_grid
+from hfgolf.config.parse import AUTOPILOT
 from hfgolf.run.record import validates_on_other_text
 from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact, redact_values
@@ -123,7 +124,7 @@ def compare_experiment(
         failures={arm: dict(by_seed) for arm, by_seed in failures.items() if by_seed},
         margin=margin,
         seconds_caveats=[caveat for caveat, holds in seconds_caveats.items() if holds],
-        caveats=_caveats(runs),
+        caveats=_caveats(runs) + _choices(outcomes),
         hardware=hardware,
         packages=_distinct(run.metadata["packages"] for run in runs),
         commits=_distinct(run.metadata["commit"] for run in runs),
@@ -144,6 +145,18 @@ def _caveats(runs: list[Outcome]) -> list[str]:
         skipped, rollbacks = run.summary.get("skipped_steps"), run.summary.get("rollbacks")
         if skipped or rollbacks:
             caveats.append(f"{run.name} was unstable: {skipped or 0} skipped steps and {rollbacks or 0} rollbacks")
+    return caveats
+
+
+def _choices(outcomes: Outcomes) -> list[str]:
+    """Say in what the runs of one arm differ that their starts chose (see `group_by_arm`) and that changes results."""
+    caveats = []
+    for arm, by_seed in outcomes.items():
+        configs = [run.config for run in by_seed.values()]
+        chosen = (*AUTOPILOT, "train.mixed_precision")
+        differing = [key for key in chosen if any(config.get(key) != configs[0].get(key) for config in configs)]
+        if differing:
+            caveats.append(f"the runs of {arm} differ in {join_words(differing, maximum=3)}, which each start chose")
     return caveats
 
 

@@ -167,6 +167,14 @@ def test_runs_that_validate_on_other_text_are_refused(outcome, one, other, is_co
             compare_outcomes("two", "", runs)
 
 
+def test_what_each_start_of_an_arm_chose_is_told(outcome):
+    """As with --minutes, which choose a width by the speed of the moment."""
+    runs = {seed: outcome(seed, 2.0, config={"model.hidden_size": width}) for seed, width in ((1, 128), (2, 160))}
+    page = to_markdown(compare_outcomes("one", "", {"one": runs}))
+    assert "Note: the runs of one differ in model.hidden_size, which each start chose." in page
+    assert "each start chose" not in to_markdown(compare_outcomes("one", "", {"one": {1: runs[1]}}))
+
+
 def test_existing_runs_are_labeled_by_their_differing_settings(outcome):
     runs = {
         name: {1: outcome(1, 2.0, config={"optim.learning_rate": rate, "run.name": name, "optim.eps": 1})}
