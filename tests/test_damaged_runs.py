@@ -40,7 +40,10 @@ EVENTS = [
 ]
 SUMMARY = {"weights": "raw", "step": 40, "val_loss": 2.0, "val_tokens": 5, "commits": ["a"], "seconds_train": 40.0}
 SUMMARY |= {"val_bits_per_byte": 1.0, "val_bytes": 10, "val_share_read": 1.0, "sample": "a", "model": "runs/a/model"}
-METADATA = {"seed": 1, "config": {}, "sources": {}, "environment": {}, "hardware": {}, "packages": {}, "commit": "a"}
+METADATA: dict[str, Any] = {
+    **{"seed": 1, "config": {}, "sources": {}, "environment": {}, "hardware": {}, "packages": {}, "commit": "a"},
+    "corpus": {"files": [["a.txt", 9, "aa"]]},
+}
 CONFIG = "train: {max_grad_norm: 1.0, max_steps: 40}\nrun: {price_per_hour: 2.0}\nschedule: {warmup_steps: 5}\n"
 
 

@@ -178,7 +178,7 @@ def test_every_command_uses_existing_options(command, hfgolf, run_script, monkey
 def test_no_command_on_a_page_leaves_a_file_for_git():
     """What it writes is in runs/, or a name that git ignores."""
     shown = "\n".join([*commands("python scripts/"), *commands("hfgolf ")])
-    written = re.findall(r"--(?:output|certificate|png) ([\w./-]+)", shown)
+    written = re.findall(r"--(?:output|certificate) ([\w./-]+)", shown)
     files = [*(ROOT / "hfgolf" / "commands").glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
     code = "".join(path.read_text() for path in files)
     written += re.findall(r'"--output", type=Path, default=Path\("([^"]+)"\)', code)

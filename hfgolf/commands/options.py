@@ -174,8 +174,6 @@ def _is_foreign(path: Path) -> bool:
 
 def check_picture(option: str, path: Path, besides: Collection[Path] = ()) -> Path:
     """Do the same as `check_output` for a picture, in any format of matplotlib's."""
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise UserError(f"{option}: drawing needs matplotlib; run `pip install matplotlib`.") from None
+    from matplotlib.backend_bases import FigureCanvasBase
+
     return check_output(option, path, sorted(FigureCanvasBase.get_supported_filetypes()), besides)

@@ -46,17 +46,19 @@ _NAME_KEYS = {"run.name", "run.output_dir"}
 _COMMON_EVENT_KEYS = {"step", "event", "elapsed_seconds"}
 
 
-def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float | None = None) -> None:
-    """Write output as a self-contained x.html, and the losses as x/loss.png.
+def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float | None = None) -> Path | None:
+    """Write output as a self-contained x.html, and the losses as x/loss.png; return that file, None without losses.
 
     runs: from read_run, at least one. price_per_hour: dollars per hour for the machine; None: run.price_per_hour of
     each run's config. Raises OSError if the files cannot be written.
     """
     write_text(output.with_suffix(".html"), render_page(runs, price_per_hour))
-    losses = draw_losses(_with_distinct_names(runs))
-    if losses is not None:
-        output.with_suffix("").mkdir(parents=True, exist_ok=True)
-        write_bytes(output.with_suffix("") / "loss.png", losses.to_png())
+    losses, picture = draw_losses(_with_distinct_names(runs)), output.with_suffix("") / "loss.png"
+    if losses is None:
+        return None
+    picture.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes(picture, losses.to_png())
+    return picture
 
 
 def render_page(

@@ -19,7 +19,6 @@ ROOT = Path(__file__).parents[2]
     [
         ("make_report.py", ["RUN", "--output", "OUT/mine.html"], "mine.html"),
         ("make_report.py", ["RUN", "--output", "OUT/mine.html"], "mine/loss.png"),
-        ("make_report.py", ["RUN", "--output", "OUT/mine.html", "--png", "OUT/loss.png"], "loss.png"),
         ("make_report.py", ["RUN", "RUN"], "report/loss.png"),
         ("show_schedule.py", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.png"),
         ("find_lr.py", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.png"),
