@@ -76,6 +76,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--files chat.jsonl": "chat.jsonl has no column 'text'; set --text_column to one of: messages.\n",
             "--files cut.txt": "its last character is cut, ... restore the end, or convert it to UTF-8.\n",
             "--files ids.bin": "ids.bin is not text.\n",
+            "--files table.csv": "set --text_column to one of them, as in --text_column body; if",
             "--sequence_length 17": "--sequence_length: 17 ... 1 to 16",
             "--mixed_precision fp16": "mixed_precision: fp16",
             "--stride 8": "--stride needs --evaluation sliding or documents",
@@ -201,6 +202,7 @@ FILES = {
     "table.jsonl": b'{"body": "a text"}\n' * 10,
     "chat.jsonl": b'{"messages": []}\n',
     "ids.bin": b"\0\1",
+    "table.csv": b"stars,body\n5,a text\n",
     "tiny.yaml": b"seeds: [1]\ncommon: {train.max_steps: 1}\narms: {a: {}}\n",
 }
 
@@ -279,12 +281,11 @@ def test_unwritable_output_is_one_line_before_any_work(run_script, tmp_path, mon
     assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "run"]
 
 
-def test_report_output_needs_a_page_or_image_file_name(run_script, tmp_path, monkeypatch):
+def test_report_output_needs_the_name_of_a_page(run_script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "folder.html").mkdir()
     for arguments, message in (
         (["--output", "page.pdf"], "--output: page.pdf can't be written; allowed: a name that ends in .html."),
         (["--output", "folder.html"], "--output: folder.html is a folder; name a file."),
-        (["--png", "loss.gif"], "--png: loss.gif can't be written; allowed: a name that ends in .png."),
     ):
         assert run_script("make_report.py", "run", *arguments) == (2, "", f"error: {message}\n")

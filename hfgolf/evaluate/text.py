@@ -71,7 +71,7 @@ def tokenize_files(
     except UserError as error:
         message = _ADVICE_OF_A_RUN.sub("", str(error))
         for key, ours in _OPTIONS.items():
-            message = message.replace(key, ours)
+            message = message.replace(f"--{key}", ours).replace(key, ours)
         raise UserError(message) from None
     require_embedded(int(tokens.val.tokens.max()), vocab_size)
     return corpus, tokens
