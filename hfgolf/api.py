@@ -176,8 +176,8 @@ def fit(
     If SIGINT (a notebook's stop button) ends the run, it is saved and returned as it is. Raises UserError for a problem
     that the user can fix, and KeyboardInterrupt if the run is stopped before its first step.
     """
-    limits = {"max_minutes": max_minutes, "max_steps": max_steps}
-    stated: dict[str, Any] = {f"train.{key}": value for key, value in limits.items() if any(limits.values())}
+    limits = {"train.max_minutes": max_minutes, "train.max_steps": max_steps}
+    stated: dict[str, Any] = {} if max_minutes is None and max_steps is None else limits
     stated |= {key: value for key, value in (("run.name", name), ("run.seed", seed)) if value is not None}
     for section, values in ({"data": data, "model": model, "tokenizer": tokenizer} | sections).items():
         if isinstance(values, Mapping) and not is_splits(values):
@@ -255,7 +255,7 @@ def _shown_log() -> Iterator[None]:
     log = logging.getLogger("hfgolf")
     before = log.handlers, log.propagate, log.level
     if not log.handlers:
-        show_log(is_first_of_machine(), is_verbose=False)
+        show_log(is_first_of_machine())
     try:
         yield
     finally:

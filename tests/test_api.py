@@ -544,6 +544,8 @@ BAD = {
     "set": ({"track": {"trackers": {"wandb"}}}, "hfgolf.fit: track.trackers: {'wandb'} is not allowed; allowed: a"),
     "set of a field": ({"model": {"overrides": {"a": {1}}}}, r"hfgolf.fit: model.overrides: {'a': \{1\}} is not"),
     "range": ({"max_steps": -1}, "hfgolf.fit: train.max_steps: -1 is not allowed"),
+    "none": ({"max_steps": 0}, "hfgolf.fit: train.max_steps: 0 is not allowed"),
+    "no time": ({"max_steps": None, "max_minutes": 0}, "hfgolf.fit: train.max_minutes: 0 is not allowed"),
     "file": ({"files": "nowhere.txt"}, "no file matches 'nowhere.txt'"),
     "config": ({"config": "nowhere.yaml"}, "--config: there is no file nowhere.yaml"),
     "hook": ({"files": "my.txt", "hooks": [print]}, "hooks: .* is not one"),

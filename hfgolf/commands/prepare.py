@@ -20,7 +20,7 @@ def main() -> Answer:
     from hfgolf.data.token_cache import load_tokens
     from hfgolf.train.console import show_log
 
-    show_log(is_main_process=True)
+    show_log(is_main_process=True, is_verbose=True)
     config = resolved.config
     if config.model.init_from is not None:
         from hfgolf.train.init_from import take_architecture  # late: it imports models

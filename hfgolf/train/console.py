@@ -245,7 +245,7 @@ def format_row(row: dict[str, Any], expected_steps: float, is_short: bool = Fals
     return "  ".join([*parts, *([] if is_short else details), f"{row['elapsed_seconds']:.0f} s"])
 
 
-def show_log(is_main_process: bool, is_verbose: bool = True) -> None:
+def show_log(is_main_process: bool, is_verbose: bool = False) -> None:
     """Print hfgolf's log lines, with secrets redacted, and silence what libraries say needlessly.
 
     The main process prints all of them, or without is_verbose what everyone wants to know; the others print warnings.
