@@ -39,12 +39,6 @@ VERBS = {
 }
 """{verb: what it is for}. The verb's file has its name, with _ for a space."""
 JSON_HELP = "With --json, each of them but chat prints one JSON object instead, and its log goes to stderr."
-GONE = {
-    "roofline": "roofline is a benchmark now; in a checkout, run `python benchmarks/roofline.py`.",
-    "vocabulary": "vocabulary is a benchmark now; in a checkout, run `python benchmarks/vocabulary_study.py`.",
-    "watch": "watch is gone: open report.html in the run's folder; it reloads itself while the run trains.",
-}
-"""{what was a verb: where it went}."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -67,8 +61,6 @@ def _run(arguments: list[str]) -> int | None:
 
         print(f"hfgolf {__version__}")
         return 0
-    if verb in GONE:
-        raise UserError(f"hfgolf: {GONE[verb]}")
     if verb not in VERBS:
         meant = f"train {verb}" if os.path.exists(verb) else close_match(verb, VERBS)
         advice = f"did you mean {meant}?" if meant else "`hfgolf --help` lists the commands."

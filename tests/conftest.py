@@ -108,13 +108,14 @@ class Said(NamedTuple):
 
 @pytest.fixture
 def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """Return a function that runs a script in this process, like a user on the command line."""
+    """Return a function that runs a script or a benchmark in this process, like a user on the command line."""
 
     def run_(name: str, *arguments: object) -> Said:
-        monkeypatch.setattr(sys, "argv", [f"scripts/{name}", *map(str, arguments)])
+        path = next(path for path in (ROOT / "scripts" / name, ROOT / "benchmarks" / name) if path.is_file())
+        monkeypatch.setattr(sys, "argv", [str(path.relative_to(ROOT)), *map(str, arguments)])
         monkeypatch.setattr(sys, "path", [*sys.path])
         with pytest.raises(SystemExit) as exit_:
-            runpy.run_path(str(ROOT / "scripts" / name), run_name="__main__")
+            runpy.run_path(str(path), run_name="__main__")
         return Said(int(exit_.value.code or 0), *capsys.readouterr())
 
     return run_
