@@ -24,6 +24,14 @@ from hfgolf.system.wording import dollars, duration, size
 
 _TEXTS = {"run", "weights", "device", "commit", "model", "sample"}
 """Keys of the summary that hold text. "commits" holds a list of texts, "init_from" an object, all others numbers."""
+_TEXT_KEYS = {
+    *("source", "files", "val_files", "split", "val_fraction", "hub_name", "hub_config", "hub_split"),
+    *("text_column", "messages_column", "ids_column"),
+}
+"""Of a corpus (Corpus.identity), and of each text of a mixture after `entry 1: `: what tells the validation text.
+
+Others depend on the version of hfgolf, or, as the revision of a dataset, may change without it.
+"""
 _YEAR_9999 = 253_370_764_800  # seconds since 1970
 
 
@@ -231,9 +239,9 @@ def validates_on_other_text(one: Mapping[str, Any], other: Mapping[str, Any]) ->
     """
     found = (metadata.get("corpus") for metadata in (one, other))
     first, second = (corpus if isinstance(corpus, dict) else {} for corpus in found)
-    known = (first.keys() & second.keys()) - {"shares"}  # how often a mixture trains on each of its texts
+    known = {key for key in first.keys() & second.keys() if key.rpartition(": ")[2] in _TEXT_KEYS}
     if first.get("val_files") and second.get("val_files"):
-        known -= {"files", "split", "val_fraction", "max_documents"}
+        known -= {"files", "split", "val_fraction"}
     return any(_without_names(first[key]) != _without_names(second[key]) for key in known)
 
 

@@ -150,7 +150,8 @@ APART = {"val_files": [["v.txt", 5, "vv"]]}
         pytest.param(ONE, ONE | {"files": [["renamed.txt", 9, "aa"]]}, True, id="another name"),
         pytest.param(ONE | APART, ONE | APART | {"files": [["b.txt", 9, "bb"]]}, True, id="other training text"),
         pytest.param(ONE | {"shares": [1, 2]}, ONE | {"shares": [2, 1]}, True, id="other shares of a mixture"),
-        pytest.param(ONE, ONE | {"member_kinds": ["c"]}, True, id="a key of a newer version"),
+        pytest.param({"entry 0: files": ["a"]}, {"entry 0: files": ["b"]}, False, id="another text of a mixture"),
+        pytest.param(ONE | {"piece_characters": 1}, ONE | {"piece_characters": 2}, True, id="another version"),
         pytest.param(ONE, None, True, id="a run of a version that did not say"),
     ],
 )
