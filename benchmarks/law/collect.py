@@ -2,7 +2,7 @@
 
 Trains CELLS: small models on seven texts, from Python's own files and from tinyshakespeare, of 200 kB to 12 MB. Adds a
 row for each run to runs.jsonl beside this file. Each process takes the next run that nobody has taken, so start one per
-core; each uses one thread. All of it takes about two hours of two cores. Then fit.py makes the law of them.
+core; each uses one thread. All of it takes about four hours of two cores. Then fit.py makes the law of them.
 """
 
 from __future__ import annotations
