@@ -233,8 +233,6 @@ def _shape(source: Source) -> Any:
                 f"golf scores only plain RoPE, and this model has rope_parameters {rope}; export the model that was"
                 " trained without model.overrides.rope_parameters."
             )
-        # score.py finds documents by it, and so must it in the tokens; no logit depends on it
-        source.model.config.eos_token_id = source.tokenizer.eos_token_id
         return source.model.config
     return SimpleNamespace(
         max_position_embeddings=source.sequence_length,

@@ -20,6 +20,7 @@ from hfgolf.data.tokenizer import tokenizer_sha256
 from hfgolf.evaluate.context import evaluation_length
 from hfgolf.evaluate.text import tokenize_files
 from hfgolf.golf.certificate import Searched
+from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.load import load_exported, read_card
 from hfgolf.publish.model_card import model_card
 from hfgolf.run.folder import RunFolder
@@ -77,14 +78,13 @@ def run_source(folder: Path) -> Source:
         raise UserError(
             f"--run: {damage}, so this is not what {folder} trained; restore it, or use --model with --files."
         )
-    model, tokenizer = load_exported(str(run.model))
-    model.float()
+    model, tokenizer = _load(str(run.model))
     corpus = load_corpus(config.data)
     _require_recorded(run, resolved, corpus)
     # a pretrained tokenizer may be gone since, as that of model.init_from; the text cannot change it
     is_given = config.tokenizer.kind == "pretrained"
-    tokens = load_tokens(config.data, config.tokenizer, corpus, cast("Any", tokenizer) if is_given else None)
-    if tokenizer_sha256(tokens.tokenizer) != tokenizer_sha256(cast("PreTrainedTokenizerFast", tokenizer)):
+    tokens = load_tokens(config.data, config.tokenizer, corpus, tokenizer if is_given else None)
+    if tokenizer_sha256(tokens.tokenizer) != tokenizer_sha256(tokenizer):
         raise UserError(
             f"--run: the text of {run.config} now has another tokenizer than the model in {run.model}, so the text has"
             " changed since the run; restore it, or use --model with --files."
@@ -108,6 +108,14 @@ def run_source(folder: Path) -> Source:
         card=lambda figures: model_card(config, summary | figures, model),
         run_config=config,
     )
+
+
+def _load(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Return a model in fp32 with its tokenizer. score.py finds documents by the model's eos, so it is that of both."""
+    model, tokenizer = load_exported(name)
+    if isinstance(model, GolfForCausalLM):
+        model.config.eos_token_id = tokenizer.eos_token_id  # no logit depends on it
+    return model.float(), cast("PreTrainedTokenizerFast", tokenizer)
 
 
 def _require_recorded(run: RunFolder, resolved: ResolvedConfig, corpus: Corpus) -> None:
@@ -139,8 +147,7 @@ def model_source(name: str, files: list[str], calibration_files: list[str], text
     files, calibration_files: paths, globs or URLs, as data.files takes them. cache: a folder for their tokens. Raises
     UserError if one of them can't be used.
     """
-    model, tokenizer = load_exported(name)
-    model.float()
+    model, tokenizer = _load(name)
     try:
         corpus, tokens = tokenize_files(
             files, tokenizer, model.config.vocab_size, text_column, cache, train_files=calibration_files
