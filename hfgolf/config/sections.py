@@ -808,7 +808,7 @@ class TrackSection(Section, frozen=True):
     """Trackers that get a copy of metrics.jsonl."""
 
     trackers: Texts = []
-    """Trackers that Accelerate supports: trackio, wandb, tensorboard, ...; see docs/trackers.md."""
+    """Trackers that Accelerate supports: trackio, wandb, tensorboard, ...; see docs/running.md."""
     project: Text = "hfgolf"
     """Project name in the tracker."""
     offline: bool = False
