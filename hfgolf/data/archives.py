@@ -19,7 +19,7 @@ import pyarrow as pa
 
 from hfgolf.data.files import SourceFile
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import first_line, shortened
+from hfgolf.system.wording import first_line
 
 Opener = Callable[[], Any]
 DECOMPRESSED: dict[str, Callable[[Any], Any]] = {
@@ -30,7 +30,6 @@ DECOMPRESSED: dict[str, Callable[[Any], Any]] = {
     # zstandard's own reader accepts a truncated frame, and reads only the first of several frames
     ".zst": lambda file: pa.input_stream(file, compression="zstd"),
 }
-_MAX_EXTENSION_BYTES = 1 << 20
 
 
 def unreadable(file: SourceFile, error: Exception) -> UserError:
@@ -74,8 +73,6 @@ def _tar_members(file: SourceFile) -> Iterator[tuple[str, int, Opener]]:
         tarfile.open(fileobj=stream, mode="r|" if compression else "r:", **options) as archive,
     ):
         while member := archive.next():
-            if member.issparse():  # by the keys of a PAX header
-                raise OSError(f"{shortened(member.name)} is a sparse file")
             end = archive.offset
             size = member.size if member.isreg() else 0
             yield member.name.removeprefix("./"), size, partial(archive.extractfile, member)
@@ -89,20 +86,9 @@ class _Member(tarfile.TarInfo):
 
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> _Member:
-        if not any(buf):
-            return super().frombuf(buf, encoding, errors)  # raises what marks the end
         try:
-            member = super().frombuf(buf, encoding, errors)
+            return super().frombuf(buf, encoding, errors)
         except tarfile.HeaderError as error:
+            if not any(buf):  # what marks the end
+                raise
             raise OSError(f"a header is damaged: {first_line(error)}") from error
-        if member.type == tarfile.GNUTYPE_SPARSE:
-            raise OSError(f"{shortened(member.name)} is a sparse file")
-        if member.type in _EXTENSIONS and member.size > _MAX_EXTENSION_BYTES:
-            raise OSError(f"a name or comment of {member.size:,} bytes")  # tarfile reads them into memory
-        return member
-
-
-_EXTENSIONS = (
-    *(tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK),
-    *(tarfile.XHDTYPE, tarfile.XGLTYPE, tarfile.SOLARIS_XHDTYPE),
-)
