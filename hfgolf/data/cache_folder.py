@@ -9,9 +9,8 @@ import hashlib
 import json
 import logging
 import os
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -137,29 +136,12 @@ def note_damage(folder: Path, reason: str) -> DamagedCacheError:
     )
 
 
-class Verification:
-    """Compare the hashes of a cache's files with its manifest in a daemon thread, while training starts.
-
-    hashes: returns an iterator of (name, SHA-256) of the data that training reads, one file at a time.
-    """
-
-    def __init__(self, manifest: dict[str, Any], hashes: Callable[[], Iterator[tuple[str, str]]]) -> None:
-        self._stated, self._hashes = manifest["files"], hashes
-        self._problem: str | None = None
-        self._thread = threading.Thread(target=self._compare, name="token cache verification", daemon=True)
-        self._thread.start()
-
-    def problem(self, wait: bool = False) -> str | None:
-        """Return the first problem found so far, or None. wait: finish the comparison first."""
-        if wait:
-            self._thread.join()
-        return self._problem
-
-    def _compare(self) -> None:
-        try:
-            for name, sha256 in self._hashes():
-                if sha256 != self._stated[name]["sha256"]:
-                    self._problem = f"{name} does not match the SHA-256 in {MANIFEST}"
-                    return
-        except (OSError, KeyError) as error:
-            self._problem = f"{type(error).__name__}: {error}"
+def find_wrong_hash(manifest: dict[str, Any], hashes: Iterable[tuple[str, str]]) -> str | None:
+    """Return the first difference of some (name, SHA-256) from what the manifest states, or None."""
+    try:
+        for name, sha256 in hashes:
+            if sha256 != manifest["files"][name]["sha256"]:
+                return f"{name} does not match the SHA-256 in {MANIFEST}"
+    except (OSError, KeyError) as error:
+        return f"{type(error).__name__}: {error}"
+    return None

@@ -16,7 +16,7 @@ from concurrent.futures import Future, wait
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from transformers import PreTrainedTokenizerFast
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _log = logging.getLogger(__name__)
+_Outcome = TypeVar("_Outcome")
 _PROGRESS_SECONDS = 10
 _PATIENCE_SECONDS = 60  # with at most 2 MB of text, which take a second or two
 _ROUND_TRIP_BYTES = 2**18  # evenly sampled validation text to decode once, in about a tenth of a second
@@ -209,19 +210,8 @@ def _find_other_encoding(
 
 
 def _encode_patiently(encode: Encoder, texts: list[str]) -> Any:
-    """Encode texts in a thread that no process waits for when it ends, and warn if that takes very long.
-
-    A tokenizer's regular expression may never end.
-    """
-    future: Future[Any] = Future()
-
-    def work() -> None:
-        try:
-            future.set_result(encode(texts))
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=work, name="tokenize", daemon=True).start()
+    """Encode texts, and warn if that takes very long: a tokenizer's regular expression may never end."""
+    future = in_daemon(lambda: encode(texts))
     done, _ = wait([future], _PATIENCE_SECONDS)
     if not done:
         _log.warning(
@@ -232,3 +222,17 @@ def _encode_patiently(encode: Encoder, texts: list[str]) -> Any:
             ascii(texts[0][:40]),
         )
     return future.result()
+
+
+def in_daemon(work: Callable[[], _Outcome]) -> Future[_Outcome]:
+    """Do work in a thread that no process waits for when it ends, unlike those of an executor."""
+    future: Future[_Outcome] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return future

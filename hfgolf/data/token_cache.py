@@ -7,13 +7,13 @@ that also train. Does not know how text becomes tokens (stream_writer). `dataset
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
 import re
 import shutil
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cache
@@ -30,8 +30,8 @@ from hfgolf.config.sections import DataSection, TokenizerSection
 from hfgolf.data.cache_folder import (
     MANIFEST,
     DamagedCacheError,
-    Verification,
     cache_folder,
+    find_wrong_hash,
     locked,
     note_damage,
     read_manifest,
@@ -41,7 +41,7 @@ from hfgolf.data.chat import chat_template
 from hfgolf.data.corpus import SPLITS, Corpus, identity_changes, load_corpus
 from hfgolf.data.mixture import MixedStream
 from hfgolf.data.shards import ShardStream, open_shards
-from hfgolf.data.stream_writer import write_streams
+from hfgolf.data.stream_writer import in_daemon, write_streams
 from hfgolf.data.token_stream import TokenStream, open_stream, stream_path
 from hfgolf.data.tokenizer import (
     build_tokenizer,
@@ -79,8 +79,8 @@ class TokenCache:
     tokenizer_sha256: str
     tokenizer_loss: str | None = None
     """Why the tokenizer is not lossless, or None if it is."""
-    verification: Verification | None = None
-    """None for shards, which their hashes identify, and for a mixture, each of whose texts has its own."""
+    verification: Future[str | None] | None = None
+    """What differs from its hashes. None for shards, which their hashes identify, and for a mixture of such caches."""
     overlap: dict[str, Any] = field(default_factory=dict)
     """How many validation documents also train (count_overlap). Empty for shards, of which that is not counted."""
     texts: dict[str, TokenCache] = field(default_factory=dict)
@@ -98,7 +98,8 @@ class TokenCache:
         """
         for text in self.texts.values():
             text.check(wait)
-        if self.verification is not None and (problem := self.verification.problem(wait)):
+        found = self.verification
+        if found is not None and (wait or found.done()) and (problem := found.result()):
             raise note_damage(self.path, problem)
 
 
@@ -346,7 +347,8 @@ def _open_cache(folder: Path, tokenizer: PreTrainedTokenizerFast, corpus: Corpus
     if train.is_target is not None:
         share = np.count_nonzero(train.is_target) / len(train)
         _log.info("targets: the assistant's tokens, %.1f %% of the train tokens; the rest is only context", 100 * share)
-    verification = Verification(manifest, lambda: itertools.chain(val.hashes(), train.hashes()))
+    hashes = ((stream.name, stream.sha256()) for stream in (val, train))  # computed in the thread
+    verification = in_daemon(lambda: find_wrong_hash(manifest, hashes))
     sha256, tokenizer_loss = manifest["key"]["tokenizer_sha256"], manifest.get("tokenizer_loss")
     counted = manifest.get("overlap")
     overlap = {k: v for k, v in counted.items() if isinstance(v, int | float)} if isinstance(counted, dict) else {}

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -108,11 +108,10 @@ class TokenStream(Stream):
         """The file, from the folder of the cache."""
         return str(self.path.relative_to(self.path.parents[1]))
 
-    def hashes(self) -> Iterator[tuple[str, str]]:
-        """Yield (name, SHA-256) of the file, as training reads it: from memory if it was copied there."""
-        in_memory = isinstance(self.content, bytes)
+    def sha256(self) -> str:
+        """Return the SHA-256 of the file, as training reads it: from memory if it was copied there."""
         # Hash the file, not the map: if the file is truncated meanwhile, reading the map would kill the process.
-        yield self.name, hashlib.sha256(self.content).hexdigest() if in_memory else file_sha256(self.path)
+        return hashlib.sha256(self.content).hexdigest() if isinstance(self.content, bytes) else file_sha256(self.path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A spawned DataLoader worker maps the file again instead of receiving every token through a pipe.

@@ -80,8 +80,8 @@ def test_large_cache_is_verified_in_the_background(data, large, caplog, monkeypa
     data = data.replace(in_memory=in_memory)
     first = load_tokens(data, BYTE)
     first.check(wait=True)
-    may_go_on, hashes = threading.Event(), token_cache.TokenStream.hashes
-    monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: may_go_on.wait() and hashes(stream))
+    may_go_on, sha256 = threading.Event(), token_cache.TokenStream.sha256
+    monkeypatch.setattr(token_cache.TokenStream, "sha256", lambda stream: may_go_on.wait() and sha256(stream))
     overwrite(first.path / name, 4000, b"\1\0" * 5)
     tokens = load_tokens(data, BYTE)
     assert tokens.is_hit
@@ -143,7 +143,7 @@ def cached(arguments: list[str]) -> Path:
 
 def test_training_on_damaged_tokens_ends_with_one_line_and_an_event(run, tiny_run, tmp_path, large, monkeypatch):
     """With a worker, in which the ids are read; without, it is the error that TokenStream.read raises."""
-    monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: iter(()))  # training reads the ids first
+    monkeypatch.setattr(token_cache, "find_wrong_hash", lambda *_: None)  # training reads the ids first
     arguments = tiny_run(data__in_memory="false", data__num_workers=1)
     path = cached(arguments)
     overwrite(path, path.stat().st_size // 2, b"\xff\xff" * (path.stat().st_size // 5))
@@ -164,8 +164,8 @@ def test_training_on_tokens_with_a_wrong_hash_ends_without_saving(
     path = cached(arguments)
     overwrite(path, path.stat().st_size // 2, b"\1\0" * 50)
     may_hash = threading.Event()
-    hashes, check = token_cache.TokenStream.hashes, token_cache.TokenCache.check
-    monkeypatch.setattr(token_cache.TokenStream, "hashes", lambda stream: may_hash.wait() and hashes(stream))
+    sha256, check = token_cache.TokenStream.sha256, token_cache.TokenCache.check
+    monkeypatch.setattr(token_cache.TokenStream, "sha256", lambda stream: may_hash.wait() and sha256(stream))
 
     def check_(tokens, wait=False):
         if wait or known == "at the first row":
