@@ -24,10 +24,7 @@ _WEIGHT = "a number above 0, or {tokens: number} if it changes, such as {0: 9, 4
 
 
 def with_text_keys(entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the entries with the tokens of their stages as text, which JSON keeps as it is.
-
-    Raises ValueError if a stage appears twice.
-    """
+    """Return the entries with the tokens of their stages as text, which JSON keeps as it is."""
     return [entry | {"weight": _as_text(entry["weight"])} if "weight" in entry else entry for entry in entries]
 
 
@@ -35,10 +32,7 @@ def _as_text(weight: Any) -> Any:
     if not isinstance(weight, dict):
         return weight
     keys = (str(int(start)) if isinstance(start, float) and start.is_integer() else str(start) for start in weight)
-    found = dict(zip(keys, weight.values(), strict=True))
-    if len(found) < len(weight):
-        raise ValueError
-    return found
+    return dict(zip(keys, weight.values(), strict=True))
 
 
 def entry_names(entries: Sequence[Entry]) -> list[str]:

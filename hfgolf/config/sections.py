@@ -142,19 +142,15 @@ def _short(name: str) -> str:
     return name
 
 
-_NO_ENCODINGS = ("charmap", "idna", "punycode", "raw-unicode-escape", "unicode-escape")
-"""Codecs of Python in which ASCII is ASCII, and that still write no text: they hold escapes, or have no table."""
+_ESCAPES = rb"\u0041" + b"\x1b(B.xn--4ca"
+"""ASCII that encodings with escapes read as something else."""
 
 
 def _encoding(name: str) -> str:
     """Return the name of an encoding in which ASCII is ASCII, or of UTF-16 or UTF-32; raise ValueError for another."""
-    ascii_text = bytes(range(128))
+    ascii_text = bytes(range(128)).replace(b"\\", _ESCAPES)
     try:
-        found = codecs.lookup(name).name
-        is_escaped = found.startswith(("iso2022", "hz", *_NO_ENCODINGS))
-        if found.startswith(("utf-16", "utf-32")) or (
-            not is_escaped and ascii_text.decode(name).encode() == ascii_text
-        ):
+        if codecs.lookup(name).name.startswith(("utf-16", "utf-32")) or ascii_text.decode(name) == ascii_text.decode():
             return name
     except (LookupError, UnicodeError) as error:
         raise ValueError from error
