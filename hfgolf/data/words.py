@@ -21,26 +21,23 @@ _WINDOW_TOKENS = 2**14
 
 @dataclass(frozen=True)
 class Words:
-    """The words in the first blocks of a training.
-
-    per_token: of each text. turns: whose turn each block is; None if there is only one text.
-    """
+    """The words in the first blocks of a training. per_token: of each text. turns: whose turn each block is."""
 
     per_token: tuple[float, ...]
-    sequence_length: int
-    turns: Turns | None
+    turns: Turns
 
     def read(self, blocks: int) -> float:
         """Return the words in the first `blocks` blocks, over all epochs."""
-        of_each = [blocks] if self.turns is None else self.turns.counts(np.array([blocks]))[0]
-        return float(np.dot(of_each, self.per_token)) * self.sequence_length
+        of_each = self.turns.counts(np.array([blocks]))[0]
+        return float(np.dot(of_each, self.per_token)) * self.turns.sequence_length
 
 
 def count_words(tokens: TokenCache, sequence_length: int) -> Words:
     """Count the words of the training text, of a mixture in each of its texts."""
-    streams = tokens.train.parts if isinstance(tokens.train, MixedStream) else (tokens.train,)
-    turns = Turns(tokens.train.stages, sequence_length) if isinstance(tokens.train, MixedStream) else None
-    return Words(tuple(words_per_token(one, tokens.tokenizer) for one in streams), sequence_length, turns)
+    stream = tokens.train
+    parts, stages = (stream.parts, stream.stages) if isinstance(stream, MixedStream) else ((stream,), [(0, (1,))])
+    per_token = tuple(words_per_token(part, tokens.tokenizer) for part in parts)
+    return Words(per_token, Turns([*stages], sequence_length))
 
 
 def words_per_token(stream: Stream, tokenizer: PreTrainedTokenizerFast) -> float:

@@ -96,7 +96,7 @@ def test_a_long_text_is_counted_in_windows_all_over_it(tmp_path, corpus_file, mo
 def test_a_milestone_is_due_at_the_first_step_that_has_read_so_much():
     batch = BatchSection(sequence_length=8, tokens_per_step=32)
     ahead = [milestone(entry) for entry in ("64", "65", "10 words", "11 words", "1B words")]
-    counted = words.Words((0.25,), 8, None)
+    counted = words.Words((0.25,), words.Turns([(0, (1,))], 8))
     due = hook.due_steps(ahead, batch, TrainState(), counted.read)
     assert due == {"chck_64_tokens": 2, "chck_10": 2, "chck_11": 2, "chck_65_tokens": 3, "chck_1B": 125_000_000}
     assert list(due.values()) == sorted(due.values())
