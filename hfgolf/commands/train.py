@@ -10,9 +10,6 @@ from hfgolf.config.parse import load_config
 from hfgolf.system.errors import UserError
 from hfgolf.system.signals import Signals
 
-_DESCRIPTION = """Train a GPT from text. With --verbose, also print each detail of the start, such as parameter groups.
-With --json, print the summary as one JSON object, and the log to stderr."""
-
 
 def main() -> Answer | None:
     from hfgolf.train.console import console
@@ -31,7 +28,7 @@ def train_with(signals: Signals) -> dict[str, Any]:
             "  hfgolf train --config small --train.max_minutes 5",
         )
     arguments = [argument for argument in sys.argv[1:] if argument != "--verbose"]
-    resolved = load_config(arguments, _DESCRIPTION)  # before importing torch, so that --help and errors come at once
+    resolved = load_config(arguments)  # before importing torch, so that --help and errors come at once
     from hfgolf.data.files import require_paths
     from hfgolf.run.find_model import find_model
     from hfgolf.run.folder import run_folder

@@ -138,7 +138,6 @@ class ResolvedConfig:
 
 def load_config(
     argv: str | Path | Sequence[str] | None = None,
-    description: str = "Train a GPT from text.",
     where: str = "the command line",
     base: ResolvedConfig | None = None,
     needs_limit: bool = True,
@@ -163,7 +162,7 @@ def load_config(
     if {"-h", "--help"} & {*arguments}:
         from hfgolf.config.reference import print_help
 
-        print_help(description)
+        print_help()
         sys.exit(0)
     options = _options(arguments, where)
     path = find_config(options.pop("config")) if "config" in options else None

@@ -78,9 +78,11 @@ def schema() -> str:
     return json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema", **content}, indent=1) + "\n"
 
 
-def print_help(description: str) -> None:
-    """Print what a command with the options of a config takes."""
+def print_help() -> None:
+    """Print what hfgolf train takes."""
     program = Path(sys.argv[0]).name
+    description = """Train a GPT from text. With --verbose, also print each detail of the start, such as parameter
+    groups. With --json, print the summary as one JSON object, and the log to stderr."""
     usage = f"{program} [-h] [--config FILE] [--minutes N] [--print_config] [--section.key VALUE ...] [TEXT ...]"
     parser = argparse.ArgumentParser(program, usage=usage, description=description)
     parser.add_argument(
