@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hfgolf.data import stream_writer
 
-ROOT = Path(__file__).parents[1]
-_PREPARE = """
-import json, runpy, sys
-try:
-    runpy.run_path("scripts/prepare_data.py", run_name="__main__")
-except SystemExit as exit:
-    heavy = ("accelerate", "hfgolf.model", "hfgolf.train.loop", "hfgolf.train.setup", "wandb")
-    print(json.dumps([exit.code, [name for name in heavy if name in sys.modules]]))
-"""
-
 
 @pytest.mark.slow
 def test_prepared_tokens_are_reused_by_the_next_call_and_by_training(
     run, run_script, tiny_run, tmp_path, corpus_file, monkeypatch
 ):
-    command = [sys.executable, "-c", _PREPARE, *tiny_run()]
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
-    *lines, last = process.stdout.splitlines()
-    assert json.loads(last) == [0, []]
+    said = run_script("prepare_data.py", *tiny_run())
     num_bytes = corpus_file.stat().st_size
-    train, val, where = lines[-3:]
+    train, val, where = said.out.splitlines()[-3:]
     assert [line.split()[0] for line in (train, val)] == ["train", "val"]
     numbers = [[int(word.replace(",", "")) for word in line.split()[1:4:2]] for line in (train, val)]
     assert sum(split_bytes for _, split_bytes in numbers) == num_bytes
