@@ -35,7 +35,7 @@ def test_page_lists_every_key_with_values_default_and_meaning():
     assert keys == set(KEY_TYPES)
     assert "| `name` | muon, adamw or sgd | `muon` | muon: Muon for the hidden matrices" in page
     assert "| `betas` | a list of 2, each a number from 0 to below 1 | `[0.9, 0.95]` | AdamW's" in page
-    assert r"a file (tokenizer.json, \*.tiktoken" in page  # not read as Markdown
+    assert r"a file (tokenizer.json, SentencePiece \*.model)" in page  # not read as Markdown
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)

@@ -454,8 +454,7 @@ class TokenizerSection(Section, frozen=True):
     """Size of a BPE vocabulary, including special tokens; auto: 4096, or as many as the text supports, and of less than
     200 kB only the 256 bytes. Ignored by byte, char and pretrained."""
     name_or_path: Text | None = None
-    """A Hub name, a folder, or a file (tokenizer.json, *.tiktoken, SentencePiece *.model); implies tokenizer.kind
-    pretrained."""
+    """A Hub name, a folder, or a file (tokenizer.json, SentencePiece *.model); implies tokenizer.kind pretrained."""
     case_operators: bool = False
     """With bpe: capital letters become operators and lower-case letters, without loss; see docs/experiments.md."""
 

@@ -18,14 +18,13 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase, PreTrainedTokenizerFast
-from transformers.convert_slow_tokenizer import TikTokenConverter, bytes_to_unicode
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from hfgolf.config.sections import TokenizerSection
 from hfgolf.data.cache_folder import read_manifest, write_manifest
@@ -357,8 +356,10 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
     if path.is_dir() and not any(any(path.glob(files)) for files in ("*token*", "*.model", "vocab*", "*tekken*")):
         raise UserError(missing)
     try:
-        if path.is_file():
-            tokenizer = _from_file(path)
+        if path.is_file() and path.suffix == ".model":
+            tokenizer = load_sentencepiece(path)
+        elif path.is_file():
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
             cached_only = is_cached_only(name_or_path, "tokenizer_config.json")
             # explicit, because transformers would otherwise ask on stdin whether to run a tokenizer's code
@@ -417,17 +418,6 @@ def _placeholder(name_or_path: str, cached_only: bool) -> PreTrainedConfig | Non
     except OSError:  # a tokenizer without a model
         return None
     return PreTrainedConfig() if "AutoConfig" in config.get("auto_map", {}) else None
-
-
-def _from_file(path: Path) -> PreTrainedTokenizerFast:
-    if path.suffix == ".model":
-        return load_sentencepiece(path)
-    if path.suffix == ".tiktoken":
-        if find_spec("tiktoken") is None:
-            raise UserError(f"tokenizer.name_or_path: {path} needs the package tiktoken; pip install tiktoken.")
-        # the file does not store the pre-tokenizer; transformers uses that of cl100k
-        return PreTrainedTokenizerFast(tokenizer_object=TikTokenConverter(str(path)).converted())
-    return PreTrainedTokenizerFast(tokenizer_file=str(path))
 
 
 def _wrap(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
