@@ -905,27 +905,19 @@ class RunConfig(Section, frozen=True):
             )
         if self.data.messages_column is not None:
             yield from self._problems_of_chat()
-        if self.data.mixture:
-            yield from self._problems_of_mixture()
+        if self.data.mixture and self.train.max_epochs:
+            yield "train.max_epochs: each text of data.mixture has epochs of its own; state train.max_tokens."
+        for key in ("mixture", "messages_column"):
+            if getattr(self.data, key) and (self.golf.qat_fraction or self.golf.forecast_every_steps):
+                yield f"golf.qat_fraction and golf.forecast_every_steps do not go with data.{key}; leave them unset."
         if self.golf.qat_fraction and self.optim.ema_export:
             yield "optim.ema_export: true does not go with golf.qat_fraction: averages are on no grid; drop one."
-
-    def _problems_of_mixture(self) -> Iterator[str]:
-        if self.train.max_epochs:
-            yield "train.max_epochs: each text of data.mixture has epochs of its own; state train.max_tokens."
-        if self.golf.qat_fraction or self.golf.forecast_every_steps:
-            yield "golf.qat_fraction and golf.forecast_every_steps do not go with data.mixture; leave them unset."
 
     def _problems_of_chat(self) -> Iterator[str]:
         if self.tokenizer.kind == "bpe" and self.tokenizer.max_vocab_size < 261:
             yield (
                 f"tokenizer.vocab_size: {self.tokenizer.vocab_size} is too small for data.messages_column, which needs"
                 " 256 bytes and 5 special tokens; set 261 or more."
-            )
-        if self.golf.qat_fraction or self.golf.forecast_every_steps:
-            yield (
-                "golf.qat_fraction and golf.forecast_every_steps do not go with data.messages_column, because golf"
-                " scores all of a text; leave them unset."
             )
         if self.model.overrides.get("attention_span") == "document" and self.tokenizer.kind == "pretrained":
             yield (
