@@ -6,12 +6,12 @@ import functools
 import itertools
 import json
 import pickle
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
+from test_batches import Stream
 
 from hfgolf.config.mixture import entry_names, stages
 from hfgolf.config.parse import load_config
@@ -33,11 +33,6 @@ from hfgolf.system.errors import UserError
 
 T = 8
 STAGES = [(0, (7, 2, 1)), (1000, (0, 1, 3)), (4001, (1, 1, 1))]  # from blocks 0, 125 and 501
-
-
-class Stream(SimpleNamespace):
-    def __len__(self):
-        return len(self.tokens)
 
 
 def text(first, size, is_target=None):
@@ -350,18 +345,13 @@ def test_damage_to_one_text_is_found(mixture):
         ("rows.jsonl", '{"other": "text"}\n', r"data\.mixture: rows: .*body"),
         ("rows.jsonl", '{"body": ""}\n', r"data\.mixture: rows: The train split of data\.source files is empty"),
         ("sums.txt", b"a caf\xe9", r"data\.mixture: sums: "),
+        ("rows.jsonl", "", r"^data\.mixture: rows: data\.files: .*rows\.jsonl is empty"),
     ],
 )
 def test_an_error_names_the_text_of_the_mixture(mixture, write, name, content, said):
     write(name, content)
     with pytest.raises(UserError, match=said):
         load_tokens(mixture(1, 1), TokenizerSection(vocab_size=300))
-
-
-def test_a_missing_file_is_named_before_anything_is_read(mixture, tmp_path):
-    (tmp_path / "text" / "rows.jsonl").unlink()
-    with pytest.raises(UserError, match=r"^data\.mixture: rows: data\.files: .*rows\.jsonl"):
-        load_corpus(mixture(1, 1))
 
 
 def test_a_tokenizer_is_trained_on_each_text_by_its_mean_share():
