@@ -38,8 +38,3 @@ def test_prepared_tokens_are_reused_by_the_next_call_and_by_training(
 def test_no_limit_of_a_training_is_asked_for(corpus_file, tmp_path, run_script, named):
     said = run_script("prepare_data.py", *named, corpus_file, "--data.split=contiguous", f"--data.cache_dir={tmp_path}")
     assert said.status == 0 and "tokens" in said.out
-
-
-def test_tasks_of_datatrove_say_where_they_went(run_script):
-    said = run_script("prepare_data.py", "--executor", "datatrove", "--train.max_steps=1")
-    assert said.status == 2 and "examples/tokenize_with_datatrove.py" in said.err and said.err.count("\n") == 1

@@ -70,7 +70,6 @@ _ANSWERS: dict[str, str] = {
     "train_file": "data.files, a list",
     "validation_file": "data.val_files, a list",
     "dataloader_num_workers": "data.num_workers",
-    "executor": "data.source shards reads what datatrove's own tokenizer writes, examples/tokenize_with_datatrove.py",
     "push_to_hub": "hub.push, with hub.repo_id",
     "hub_model_id": "hub.repo_id",
     "hub_private_repo": "hub.private",
