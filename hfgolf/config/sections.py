@@ -219,8 +219,6 @@ def describe_type(kind: Any) -> str:
         return join_words((name if isinstance(name, str) else shown(name) for name in arguments), " or ")
     if origin is list:
         return f"a list, each {describe_type(arguments[0])}"
-    if origin is dict:
-        return "a mapping"
     if origin is tuple:
         return f"a list of {len(arguments)}, each {describe_type(arguments[0])}"
     return " or ".join(map(describe_type, arguments)).replace(" or true or false", ", true or false")

@@ -206,9 +206,8 @@ class MicroBatches(Dataset[Batch]):
         return self._parts(positions)[0] + self.first
 
     def num_targets(self, positions: np.ndarray) -> int:
-        """Return how many targets the loss counts in the blocks at the given positions."""
-        if self.stream.is_target is None:
-            return len(positions) * self.sequence_length
+        """Return how many targets the loss counts in the blocks at the given positions, of a stream with a mask."""
+        assert self.stream.is_target is not None
         return int(_targets(self.stream.is_target, *self._parts(positions)).sum())
 
     def _parts(self, positions: np.ndarray) -> tuple[np.ndarray, int]:
