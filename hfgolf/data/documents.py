@@ -66,10 +66,7 @@ def read_file(file: SourceFile, data: DataSection, scratch: Path, skipped: list[
     column.
     """
     if data.source == "python_stdlib":
-        try:
-            text = file.path.read_bytes()
-        except OSError as error:
-            raise unreadable(file, error) from error
+        text = file.path.read_bytes()
         if text and is_utf8(text):  # a few have other encodings
             yield file.name, None, (text.decode(),)
     elif file.endings[0] in ARCHIVES:
