@@ -388,13 +388,13 @@ class DataSection(Section, frozen=True):
         for key in ("files", "val_files", "val_bytes_files", "hub_name", "hub_config", "separator_id"):
             if getattr(self, key) not in (None, []):
                 yield f"data.{key} is set beside data.mixture, which names all text; state it in an entry."
-        allowed = [key for key in (*type(self).model_fields, "name", "weight") if key not in _KEYS_OF_ALL_TEXTS]
+        allowed = (*_KEYS_OF_A_TEXT, "name", "weight")
         for number, entry in enumerate(self.mixture, 1):
             where = f"data.mixture: entry {number}"
             for key in entry.keys() - {*allowed}:
-                is_of_all = key in _KEYS_OF_ALL_TEXTS
-                advice = f"it is of all entries: data.{key}." if is_of_all else f"did you mean {nearest(key, allowed)}?"
-                yield f"{where} cannot have {key}; {advice}"
+                is_of_all = key in type(self).model_fields and key != "mixture"
+                advice = f"it is of all entries: data.{key}" if is_of_all else f"did you mean {nearest(key, allowed)}?"
+                yield f"{where} cannot have {key}; {advice}{'' if advice[-1] == '?' else '.'}"
             if not {"files", "hub_name", "source"} & entry.keys():
                 yield f"{where} names no text; state files, hub_name or source."
             if not has_type(entry.get("name"), Name | None):
@@ -439,8 +439,11 @@ class DataSection(Section, frozen=True):
             yield f"data.files and data.val_files require data.source files or shards, not {self.source}."
 
 
-_KEYS_OF_ALL_TEXTS = ("mixture", "old_text", "separator_id", "order", "cache_dir", "in_memory", "num_workers")
-"""The keys that an entry of data.mixture may not have."""
+_KEYS_OF_A_TEXT = (
+    *("source", "files", "hub_name", "hub_config", "hub_split", "streaming", "text_column", "ids_column"),
+    *("messages_column", "encoding", "max_documents", "split", "val_fraction", "val_files", "val_bytes_files"),
+)
+"""The keys that an entry of data.mixture may have."""
 
 
 class TokenizerSection(Section, frozen=True):
@@ -468,7 +471,11 @@ class TokenizerSection(Section, frozen=True):
         return self.vocab_size if isinstance(self.vocab_size, int) else 4096
 
 
-_KEYS_OF_GOLF = ("norm", "position_embedding", "activation", "use_bias", "qk_norm", "embedding_norm", "induction_heads")
+_KEYS_OF_ANY_ARCHITECTURE = (
+    *("architecture", "overrides", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "tie_word_embeddings", "dropout", "attention_dropout", "gradient_checkpointing"),
+    *("init_from", "max_position_embeddings", "vocab_size"),
+)
 
 
 class ModelSection(Section, frozen=True):
@@ -535,8 +542,9 @@ class ModelSection(Section, frozen=True):
                 f"model.num_key_value_heads: {self.num_key_value_heads} does not divide"
                 f" model.num_attention_heads {heads}; allowed: {allowed}."
             )
-        for key in _KEYS_OF_GOLF if self.architecture != "golf" else ():
-            if getattr(self, key) != type(self).model_fields[key].default:
+        of_golf = type(self).model_fields.items() if self.architecture != "golf" else ()
+        for key, field in of_golf:
+            if key not in _KEYS_OF_ANY_ARCHITECTURE and getattr(self, key) != field.default:
                 yield (
                     f"model.{key}: it is an option of architecture golf, and model.architecture is {self.architecture};"
                     " leave its default, or use model.overrides."
