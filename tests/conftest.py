@@ -107,10 +107,14 @@ class Said(NamedTuple):
 
 
 @pytest.fixture
-def run_script(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
-    """Return a function that runs a script or a benchmark in this process, like a user on the command line."""
+def run_script(
+    hfgolf: Callable[..., Said], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., Said]:
+    """Return a function that runs a script or a benchmark, or a verb of `hfgolf`, in this process."""
 
     def run_(name: str, *arguments: object) -> Said:
+        if not name.endswith(".py"):
+            return hfgolf(name, *arguments)
         path = next(path for path in (ROOT / "scripts" / name, ROOT / "benchmarks" / name) if path.is_file())
         monkeypatch.setattr(sys, "argv", [str(path.relative_to(ROOT)), *map(str, arguments)])
         monkeypatch.setattr(sys, "path", [*sys.path])

@@ -18,18 +18,18 @@ from hfgolf.data.tokenizer import find_tokenizer
 
 ABSURD = ("0", "-1", "nan", "inf", "1e308", str(10**30), "9" * 5000, "many")
 NUMBERS = {
-    "compare_runs.py": "--jobs",
-    "evaluate.py": "--sequence_length --batch_size --stride --adapt_rate*",
-    "find_lr.py": "--steps --lowest --highest",
-    "golf_plan.py": "--budget_bytes --minutes --tokens --processes --mfu --sequence_length --code_bytes* --count",
-    "golf_record.py": "--margin_nats* --tokens --bytes --significance --scores* --reference*",
-    "generate.py": "--max_new_tokens --temperature* --top_k* --top_p --num_samples --seed*",
+    "compare": "--jobs",
+    "evaluate": "--sequence_length --batch_size --stride --adapt_rate*",
+    "find_lr": "--steps --lowest --highest",
+    "golf plan": "--budget_bytes --minutes --tokens --processes --mfu --sequence_length --code_bytes* --count",
+    "golf record": "--margin_nats* --tokens --bytes --significance --scores* --reference*",
+    "generate": "--max_new_tokens --temperature* --top_k* --top_p --num_samples --seed*",
     "ladder.py": "--repetitions --losses",
-    "make_report.py": "--price_per_hour*",
-    "plan.py": "--tokens_per_second",
-    "profile_step.py": "--steps",
-    "show_schedule.py": "--seconds_per_step",
-    "verify_resume.py": "--steps --kills* --kill_seed* --num_processes",
+    "report": "--price_per_hour*",
+    "plan": "--tokens_per_second",
+    "profile": "--steps",
+    "schedule": "--seconds_per_step",
+    "verify_resume": "--steps --kills* --kill_seed* --num_processes",
     "vocabulary_study.py": "--vocab_sizes --hidden_size --context --max_bytes",
 }
 """{script: its options for numbers, with a * if 0 is one}."""
@@ -52,7 +52,7 @@ def test_absurd_number_is_one_line(run_script, tmp_path, monkeypatch, script, op
 
 OF_A_CONFIG = "the options of a tiny run"
 MISTAKES = {  # script: what comes before the mistake, then {mistake: what the line says, "..." for anything between}
-    "compare_runs.py": (
+    "compare": (
         "",
         {
             "nothing.yaml": "there is no definition nothing.yaml; name one, such as benchmarks/",
@@ -64,7 +64,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "tiny.yaml --output_dir tiny.yaml/x": "--output_dir: cannot write to tiny.yaml/x (Not a dir",
         },
     ),
-    "evaluate.py": (
+    "evaluate": (
         "--model gpt2 --files text.txt",
         {
             "--model nowhere": "--model: cannot load nowhere",
@@ -87,7 +87,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--train_files text.txt": "--train_files is for --certificate",
         },
     ),
-    "find_lr.py": (
+    "find_lr": (
         OF_A_CONFIG,
         {
             "--lowest 1 --highest 0.1": "--lowest 1, --highest 0.1: allowed: 0 < lowest < highest.",
@@ -96,7 +96,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--train.max_steps null": "train: the run has no limit; set",
         },
     ),
-    "generate.py": (
+    "generate": (
         "--model gpt2",
         {
             "--model nowhere": "--model: cannot load nowhere",
@@ -110,7 +110,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
         OF_A_CONFIG,
         {"--train.max_step 3": "unknown key train.max_step; did you mean train.max_steps?"},
     ),
-    "plan.py": (
+    "plan": (
         OF_A_CONFIG,
         {
             "--dollars 15": "--dollars: the price is not known; add --run.price_per_hour",
@@ -122,7 +122,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--device T4 --minutes 1 --model.hidden_size 65536": "not even one sequence of 32 tokens fits: it needs",
         },
     ),
-    "profile_step.py": (
+    "profile": (
         OF_A_CONFIG,
         {"--optim.learning_rat 1": "unknown key optim.learning_rat; did you mean optim.learning_rate?"},
     ),
@@ -130,7 +130,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
         OF_A_CONFIG,
         {"--batch.tokens_per_step 5": "batch.tokens_per_step: 5 is not a multiple of batch.sequence_length 32"},
     ),
-    "show_schedule.py": (
+    "schedule": (
         OF_A_CONFIG,
         {
             "--seconds_per_step 1": "--seconds_per_step: has no effect because train.max_minutes is null",
@@ -156,7 +156,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--distill_from ~nobody_here/x": "~nobody_here/x",
         },
     ),
-    "verify_resume.py": (
+    "verify_resume": (
         OF_A_CONFIG,
         {
             "--steps 4": "--steps: 4 is out of range; allowed: more than --kills 4.",
@@ -230,24 +230,24 @@ def test_mistake_in_a_script_call_is_one_line(run_script, tiny_run, tmp_path, mo
 
 
 def test_argparse_errors_are_one_line(run_script):
-    for arguments in (["generate.py"], ["evaluate.py", "--model"], ["doctor.py", "--jsonn", "x"]):
+    for arguments in (["generate"], ["evaluate", "--model"], ["doctor", "--jsonn", "x"]):
         status, printed, error = run_script(*arguments)
         assert (status, printed, error.count("\n")) == (2, "", 1) and error.startswith("error: "), error
 
 
 OUTPUTS = {  # script: its arguments, the option, and what must not be reached
-    "compare_runs.py": (["run"], "--output_dir", "hfgolf.compare.outcome.read_outcome"),
-    "evaluate.py": (["--model=m", "--files=f"], "--certificate", "hfgolf.commands.evaluate_text.evaluate_text"),
-    "export.py": (["--run", "run"], "--output", "hfgolf.commands.export.export_checkpoint"),
-    "find_lr.py": (["--train.max_steps=1"], "--output", "hfgolf.commands.lr_sweep.find_lr"),
+    "compare": (["run"], "--output_dir", "hfgolf.compare.outcome.read_outcome"),
+    "evaluate": (["--model=m", "--files=f"], "--certificate", "hfgolf.commands.evaluate_text.evaluate_text"),
+    "export": (["--run", "run"], "--output", "hfgolf.commands.export.export_checkpoint"),
+    "find_lr": (["--train.max_steps=1"], "--output", "hfgolf.commands.lr_sweep.find_lr"),
     "ladder.py": (["--train.max_steps=1"], "--output", "hfgolf.commands.scratch.scratch_run"),
-    "make_report.py": (["run"], "--output", "hfgolf.run.record.read_run"),
-    "profile_step.py": (["--train.max_steps=1"], "--output", "hfgolf.commands.scratch.scratch_run"),
+    "report": (["run"], "--output", "hfgolf.run.record.read_run"),
+    "profile": (["--train.max_steps=1"], "--output", "hfgolf.commands.scratch.scratch_run"),
     "roofline.py": ([], "--output", "hfgolf.commands.scratch.scratch_run"),
-    "show_schedule.py": (["--train.max_steps=1"], "--output", "hfgolf.optim.schedule.apply_schedule"),
+    "schedule": (["--train.max_steps=1"], "--output", "hfgolf.optim.schedule.apply_schedule"),
     "vocabulary_study.py": (["--files", "text.txt"], "--output", "hfgolf.data.pieces.PieceWriter"),
 }
-SUFFIXES = {"evaluate.py": ".json", "find_lr.py": ".png", "make_report.py": ".html", "show_schedule.py": ".svg"}
+SUFFIXES = {"evaluate": ".json", "find_lr": ".png", "report": ".html", "schedule": ".svg"}
 
 
 @pytest.mark.parametrize("script", OUTPUTS)
@@ -276,4 +276,4 @@ def test_report_output_needs_the_name_of_a_page(run_script, tmp_path, monkeypatc
         (["--output", "page.pdf"], "--output: page.pdf can't be written; allowed: a name that ends in .html."),
         (["--output", "folder.html"], "--output: folder.html is a folder; name a file."),
     ):
-        assert run_script("make_report.py", "run", *arguments) == (2, "", f"error: {message}\n")
+        assert run_script("report", "run", *arguments) == (2, "", f"error: {message}\n")

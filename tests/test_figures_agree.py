@@ -12,9 +12,7 @@ from hfgolf.run.record import final_figures, read_run
 
 
 @pytest.mark.slow
-def test_last_evaluation_summary_report_card_comparison_and_script_agree(
-    run, tiny_run, tmp_path, corpus_file, run_script
-):
+def test_last_evaluation_summary_report_card_comparison_and_script_agree(run, tiny_run, tmp_path, corpus_file, hfgolf):
     val = tmp_path / "val.txt"
     val.write_bytes(corpus_file.read_bytes().decode().encode("ascii", "replace")[-20_000:])
     folder = RunFolder(
@@ -31,6 +29,6 @@ def test_last_evaluation_summary_report_card_comparison_and_script_agree(
     assert read_outcome(folder).curve[-1].final_loss == loss
     assert f"{loss:.4f}" in folder.report.read_text(encoding="utf-8")
     assert f"{loss:.4f}" in (folder.model / "README.md").read_text(encoding="utf-8")
-    printed = run_script("evaluate.py", "--model", folder.model, "--files", val, "--mixed_precision", "no", "--json")[1]
+    printed = hfgolf("evaluate", "--model", folder.model, "--files", val, "--mixed_precision", "no", "--json")[1]
     figures = json.loads(printed)
     assert (figures["loss"], figures["bits_per_byte"]) == pytest.approx((loss, bits), abs=1e-6)

@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py builds the cache that train.py finds, and nothing else."""
+"""hfgolf prepare builds the cache that training finds, and nothing else."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hfgolf.data import stream_writer
 
 @pytest.mark.slow
 def test_prepared_tokens_are_reused_by_the_next_call_and_by_training(
-    run, run_script, tiny_run, tmp_path, corpus_file, monkeypatch
+    run, hfgolf, tiny_run, tmp_path, corpus_file, monkeypatch
 ):
-    said = run_script("prepare_data.py", *tiny_run())
+    said = hfgolf("prepare", *tiny_run())
     num_bytes = corpus_file.stat().st_size
     train, val, where = said.out.splitlines()[-3:]
     assert [line.split()[0] for line in (train, val)] == ["train", "val"]
@@ -29,12 +29,12 @@ def test_prepared_tokens_are_reused_by_the_next_call_and_by_training(
     )
 
     monkeypatch.setattr(stream_writer, "build_encoder", lambda *_: pytest.fail("tokenized again"))
-    said = run_script("prepare_data.py", *tiny_run())
+    said = hfgolf("prepare", *tiny_run())
     assert said.status == 0 and f"{folder}: already cached" in said.out
     assert (run(tiny_run(train__max_steps=1)) / "summary.json").is_file()
 
 
 @pytest.mark.parametrize("named", [["--data.files"], []], ids=["--data.files TEXT", "TEXT"])
-def test_no_limit_of_a_training_is_asked_for(corpus_file, tmp_path, run_script, named):
-    said = run_script("prepare_data.py", *named, corpus_file, "--data.split=contiguous", f"--data.cache_dir={tmp_path}")
+def test_no_limit_of_a_training_is_asked_for(corpus_file, tmp_path, hfgolf, named):
+    said = hfgolf("prepare", *named, corpus_file, "--data.split=contiguous", f"--data.cache_dir={tmp_path}")
     assert said.status == 0 and "tokens" in said.out

@@ -47,12 +47,12 @@ def save(tmp_path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def chat(run_script, monkeypatch) -> Callable[..., tuple[int, str, str]]:
+def chat(hfgolf, monkeypatch) -> Callable[..., tuple[int, str, str]]:
     """Return a function that pipes lines into the script: (status, stdout, stderr)."""
 
     def chat_(model: object, text: bytes, *options: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(text)))
-        return run_script("chat.py", model, "--max_new_tokens", 6, *options)
+        return hfgolf("chat", model, "--max_new_tokens", 6, *options)
 
     return chat_
 
@@ -149,7 +149,7 @@ def test_a_terminal_has_a_prompt_and_survives_ctrl_c(save):
     """Typed into a pseudo-terminal."""
     folder = save()
     ours, theirs = pty.openpty()
-    command = [sys.executable, str(ROOT / "scripts" / "chat.py"), str(folder), "--max_new_tokens", "6"]
+    command = [sys.executable, "-m", "hfgolf", "chat", str(folder), "--max_new_tokens", "6"]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "dumb"}
     seen = ""
 

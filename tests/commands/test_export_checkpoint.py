@@ -62,7 +62,7 @@ def killed(run, tiny_run, monkeypatch, validation_losses):
 
 
 @pytest.mark.slow
-def test_every_checkpoint_loads_without_hfgolf(killed, tmp_path, run_script, reset_accelerate):
+def test_every_checkpoint_loads_without_hfgolf(killed, tmp_path, hfgolf, reset_accelerate):
     folder = killed()
     best = folder / "checkpoints" / "best"
     command = [sys.executable, "-I", "-c", USE, str(best), str(tmp_path / "logits.safetensors")]
@@ -75,22 +75,22 @@ def test_every_checkpoint_loads_without_hfgolf(killed, tmp_path, run_script, res
     saved = load_file(best / "model.safetensors")
     assert all(torch.equal(model.state_dict()[name].cpu(), saved[name]) for name in saved)
 
-    said = run_script("generate.py", "--model", best, "--prompt", "one and", "--max_new_tokens", 4)
+    said = hfgolf("generate", "--model", best, "--prompt", "one and", "--max_new_tokens", 4)
     assert said.status == 0 and said.out.startswith("one and")
     reset_accelerate()
     text = tmp_path / "text.txt"
     text.write_text("one and two make three.")
-    said = run_script("evaluate.py", "--model", best, "--files", text, "--json")
+    said = hfgolf("evaluate", "--model", best, "--files", text, "--json")
     assert said.status == 0 and json.loads(said.out)["loss"] > 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("averaged", [False, True])
-def test_export_from_a_killed_run_matches_the_final_export(killed, run, tiny_run, run_script, averaged):
+def test_export_from_a_killed_run_matches_the_final_export(killed, run, tiny_run, hfgolf, averaged):
     """From the best checkpoint: the same files, and a card with the figures of that step."""
     options = {"optim__ema_decay": 0.9, "optim__ema_export": "true"} if averaged else {}
     folder = killed(**options)
-    said = run_script("export.py", "--run", folder)
+    said = hfgolf("export", "--run", folder)
     assert said.status == 0, said.err
     (line,) = said.out.splitlines()
     assert line.startswith(f"exported step 3 to {folder / 'model'} as Apertus")
@@ -109,7 +109,7 @@ def test_export_from_a_killed_run_matches_the_final_export(killed, run, tiny_run
     assert "The run took 3 steps and 768 training tokens" in str(card)
 
 
-def test_export_ignores_later_changes_to_the_config_file(killed, run_script):
+def test_export_ignores_later_changes_to_the_config_file(killed, hfgolf):
     """It is empty after a power cut, from a later start with other values, or deleted."""
     folder = killed()
     for text in ("", "optim: {ema_decay: 0.9, ema_export: true}\ntrain: {max_steps: 1}", None):
@@ -117,7 +117,7 @@ def test_export_ignores_later_changes_to_the_config_file(killed, run_script):
             (folder / "config.yaml").unlink()
         else:
             (folder / "config.yaml").write_text(text)
-        said = run_script("export.py", "--run", folder)
+        said = hfgolf("export", "--run", folder)
         assert said.status == 0, said.err
         (line,) = said.out.splitlines()
         assert line.startswith(f"exported step 3 to {folder / 'model'} as Apertus")
@@ -125,24 +125,24 @@ def test_export_ignores_later_changes_to_the_config_file(killed, run_script):
         shutil.rmtree(folder / "model")
 
 
-def test_any_checkpoint_exports_without_overwriting(killed, run_script, tmp_path):
+def test_any_checkpoint_exports_without_overwriting(killed, hfgolf, tmp_path):
     folder = killed()
     for which, step in (("latest", 6), (folder / "checkpoints" / "step-000003", 3)):
         output = tmp_path / f"model-{step}"
-        said = run_script("export.py", "--run", folder, "--checkpoint", which, "--output", output)
+        said = hfgolf("export", "--run", folder, "--checkpoint", which, "--output", output)
         assert said.status == 0, said.err
         (line,) = said.out.splitlines()
         assert line.startswith(f"exported step {step} to {output} as Apertus")
         weights = exported_weights(output)
         saved = load_file(folder / "checkpoints" / f"step-{step:06d}" / "model.safetensors")
         assert all(torch.equal(weights[name], saved[name]) for name in saved)
-    said = run_script("export.py", "--run", folder, "--checkpoint", "latest", "--to", "native")
+    said = hfgolf("export", "--run", folder, "--checkpoint", "latest", "--to", "native")
     started = f"exported step 6 to {folder / 'model-native'} as ApertusForCausalLM, its embedding's norm folded"
     assert said.status == 0 and said.out.startswith(started) and "logits within" in said.out, said.err
     assert said.err == "" and json.loads((folder / "model-native" / "config.json").read_text())["vocab_size"] == 257
 
     def refused(*arguments: object) -> str:
-        said = run_script("export.py", "--run", folder, *arguments)
+        said = hfgolf("export", "--run", folder, *arguments)
         assert said.status == 2 and said.err.count("\n") == 1
         return said.err
 

@@ -125,11 +125,11 @@ def test_suggestion_preserves_the_embedding_learning_rate_ratio():
 
 
 @pytest.mark.slow
-def test_script_prints_config_options_and_writes_two_files(temporary, tiny_run, tmp_path, monkeypatch, run_script):
+def test_script_prints_config_options_and_writes_two_files(temporary, tiny_run, tmp_path, monkeypatch, hfgolf):
     monkeypatch.chdir(temporary)
     before = sorted(tmp_path.rglob("*"))
     arguments = tiny_run(optim__embedding_learning_rate=0.02, train__cpu_threads=1)
-    status, out, error = run_script("find_lr.py", "--output", "rates.png", "--steps", 30, *arguments)
+    status, out, error = hfgolf("find_lr", "--output", "rates.png", "--steps", 30, *arguments)
     assert status == 0, error
     assert "predicted peak" not in out and "parameters of" not in out, "what --verbose of hfgolf train shows"
     suggestion = out.splitlines()[-1].split()
@@ -156,14 +156,14 @@ def test_script_prints_config_options_and_writes_two_files(temporary, tiny_run, 
         (["--optim.adamw_learning_rate", "1e30"], "train: the loss or the gradient is not finite even at"),
     ],
 )
-def test_inconclusive_sweep_is_one_line(temporary, tiny_run, monkeypatch, run_script, options, message):
+def test_inconclusive_sweep_is_one_line(temporary, tiny_run, monkeypatch, hfgolf, options, message):
     monkeypatch.chdir(temporary)
-    status, _, error = run_script("find_lr.py", *tiny_run(), *options)
+    status, _, error = hfgolf("find_lr", *tiny_run(), *options)
     assert (status, error.count("\n")) == (2, 1) and message in error
     assert list(temporary.iterdir()) == []
 
 
-def test_interrupted_sweep_is_one_line_and_leaves_no_files(temporary, tiny_run, monkeypatch, run_script):
+def test_interrupted_sweep_is_one_line_and_leaves_no_files(temporary, tiny_run, monkeypatch, hfgolf):
     number = signal.SIGTERM
     monkeypatch.chdir(temporary)
     real = lr_sweep.train_step
@@ -177,7 +177,7 @@ def test_interrupted_sweep_is_one_line_and_leaves_no_files(temporary, tiny_run, 
         return real(run, total_steps)
 
     monkeypatch.setattr(lr_sweep, "train_step", train_step)
-    status, _, error = run_script("find_lr.py", *tiny_run())
+    status, _, error = hfgolf("find_lr", *tiny_run())
     assert status == 128 + number
     assert error == f"stopped by {number.name} before the end; nothing was written\n"
     assert list(temporary.iterdir()) == []

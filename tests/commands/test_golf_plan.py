@@ -118,11 +118,11 @@ def test_assumptions_rank_models_as_measured():
         assert sorted(found, key=found.__getitem__) == [*best_first]
 
 
-def test_script_prints_ten_shapes_and_valid_training_options(run_script):
+def test_script_prints_ten_shapes_and_valid_training_options(hfgolf):
     from hfgolf.config.parse import load_config
 
     arguments = ("--budget_bytes", 150_000, "--minutes", 10, "--bytes_per_token", "257=1")
-    status, printed, error = run_script("golf_plan.py", *arguments)
+    status, printed, error = hfgolf("golf plan", *arguments)
     assert (status, error) == (0, "")
     lines = printed.splitlines()
     assert len(lines[1:11]) == 10 and all(line.split()[2] == "257" for line in lines[1:11])
@@ -130,13 +130,13 @@ def test_script_prints_ten_shapes_and_valid_training_options(run_script):
     config = load_config([*lines[-1].split(), "--train.max_steps", "1"]).config
     assert config.model.hidden_size == int(lines[1].split()[3])
     assert config.golf.budget_bytes == 150_000
-    status, printed, _ = run_script("golf_plan.py", *arguments, "--json")
+    status, printed, _ = hfgolf("golf plan", *arguments, "--json")
     figures = json.loads(printed)
     assert status == 0 and len(figures["candidates"]) == 10
     first = figures["candidates"][0]
     assert sum(first["num_bytes"].values()) <= 150_000
     by_device = ("--budget_bytes", 16_000_000, "--minutes", 10, "--device", "H100", "--processes", 8, "--json")
-    large = json.loads(run_script("golf_plan.py", *by_device).out)["candidates"][0]
+    large = json.loads(hfgolf("golf plan", *by_device).out)["candidates"][0]
     assert large["shape"]["hidden_size"] > first["shape"]["hidden_size"]
 
 
@@ -151,7 +151,7 @@ def test_script_prints_ten_shapes_and_valid_training_options(run_script):
         (("--budget_bytes", 10**6, "--minutes", 1, "--runs", "a"), "unrecognized arguments: --runs a"),
     ],
 )
-def test_a_mistake_is_one_line(run_script, tmp_path: Path, monkeypatch, arguments, says):
+def test_a_mistake_is_one_line(hfgolf, tmp_path: Path, monkeypatch, arguments, says):
     monkeypatch.chdir(tmp_path)
-    status, printed, error = run_script("golf_plan.py", *arguments)
+    status, printed, error = hfgolf("golf plan", *arguments)
     assert (status, printed, error.count("\n")) == (2, "", 1) and says in error, error

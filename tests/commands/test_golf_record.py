@@ -89,9 +89,9 @@ def test_no_number_of_seeds_proves_a_negative_lead():
 
 
 @pytest.fixture
-def record(run_script) -> Any:
+def record(hfgolf) -> Any:
     """Run the script and return (exit status, stdout, stderr)."""
-    return partial(run_script, "golf_record.py")
+    return partial(hfgolf, "golf record")
 
 
 def test_script_decides_whether_a_record_holds(record):

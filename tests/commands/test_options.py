@@ -17,17 +17,17 @@ ROOT = Path(__file__).parents[2]
 @pytest.mark.parametrize(
     ("script", "options", "mine"),
     [
-        ("make_report.py", ["RUN", "--output", "OUT/mine.html"], "mine.html"),
-        ("make_report.py", ["RUN", "--output", "OUT/mine.html"], "mine/loss.png"),
-        ("make_report.py", ["RUN", "RUN"], "report/loss.png"),
-        ("show_schedule.py", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.png"),
-        ("find_lr.py", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.png"),
-        ("find_lr.py", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.json"),
+        ("report", ["RUN", "--output", "OUT/mine.html"], "mine.html"),
+        ("report", ["RUN", "--output", "OUT/mine.html"], "mine/loss.png"),
+        ("report", ["RUN", "RUN"], "report/loss.png"),
+        ("schedule", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.png"),
+        ("find_lr", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.png"),
+        ("find_lr", ["--train.max_steps=9", "--output", "OUT/mine.png"], "mine.json"),
         ("roofline.py", ["--train.max_steps=9", "--output", "OUT"], "roofline.json"),
         ("ladder.py", ["--train.max_steps=9", "--output", "OUT"], "ladder.png"),
-        ("profile_step.py", ["--train.max_steps=9", "--output", "OUT"], "profile.json"),
+        ("profile", ["--train.max_steps=9", "--output", "OUT"], "profile.json"),
         ("vocabulary_study.py", ["--files", "TEXT", "--output", "OUT"], "vocabulary.md"),
-        ("compare_runs.py", ["RUN", "RUN", "--output_dir", "OUT"], "OUT.md"),
+        ("compare", ["RUN", "RUN", "--output_dir", "OUT"], "OUT.md"),
     ],
 )
 def test_no_output_replaces_what_hfgolf_did_not_write(run_script, tmp_path, monkeypatch, script, options, mine):

@@ -180,12 +180,12 @@ def test_uncounted_text_is_explained(tiny_run, monkeypatch):
 
 
 @pytest.fixture
-def script(run_script: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+def script(hfgolf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return a function that runs the script in this process and returns what it said; with `fails`, on stderr."""
     monkeypatch.setattr("hfgolf.system.hardware.measured_peak_flops", lambda device, dtype, size=0: 1e12)
 
     def run(*arguments: object, fails: bool = False) -> str:
-        said = run_script("plan.py", *arguments)
+        said = hfgolf("plan", *arguments)
         assert said.status == (2 if fails else 0), said.err
         assert not fails or said.err.count("\n") == 1
         return said.err if fails else said.out

@@ -99,8 +99,8 @@ def test_gpu_shares_add_up(scratch, tmp_path, compiled):
     assert min(record["kinds"].values()) > 0
 
 
-def test_script_writes_into_the_run_folder(tiny_run, tmp_path, monkeypatch, run_script):
-    status, said, error = run_script("profile_step.py", "--steps", 2, *tiny_run())
+def test_script_writes_into_the_run_folder(tiny_run, tmp_path, monkeypatch, hfgolf):
+    status, said, error = hfgolf("profile", "--steps", 2, *tiny_run())
     assert status == 0, error
     folder = tmp_path / "runs" / "tiny"
     assert sorted(path.name for path in folder.iterdir()) == ["profile.json", "trace.json.gz"]

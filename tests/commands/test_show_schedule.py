@@ -14,12 +14,12 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def show(tmp_path: Path, run_script: Callable[..., Any]) -> Callable[..., str]:
+def show(tmp_path: Path, hfgolf: Callable[..., Any]) -> Callable[..., str]:
     """Return a function that runs the script in this process and returns what it said; with `fails`, on stderr."""
 
     def run(*arguments: object, fails: bool = False) -> str:
         picture = tmp_path / "schedule.png"
-        said = run_script("show_schedule.py", "--output", picture, *arguments)
+        said = hfgolf("schedule", "--output", picture, *arguments)
         assert said.status == (2 if fails else 0)
         assert picture.is_file() != fails
         if not fails:

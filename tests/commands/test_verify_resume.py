@@ -192,10 +192,10 @@ def test_relative_difference(a, b, expected):
 
 
 @pytest.mark.parametrize(("is_equal", "status"), [(True, 0), (False, 1)])
-def test_exit_status_is_the_verdict(tiny_run, tmp_path, monkeypatch, run_script, is_equal, status):
+def test_exit_status_is_the_verdict(tiny_run, tmp_path, monkeypatch, hfgolf, is_equal, status):
     monkeypatch.setattr(verify_resume_module, "verify_resume", lambda *arguments: is_equal)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert run_script("verify_resume.py", "--steps", 5, *tiny_run()).status == status
+    assert hfgolf("verify_resume", "--steps", 5, *tiny_run()).status == status
 
 
 def test_launcher_of_several_processes_is_refused(tiny_run, monkeypatch):
@@ -227,12 +227,12 @@ def test_signal_stops_the_current_run_and_leaves_no_files(tiny_run, tmp_path, mo
 
 
 @pytest.mark.parametrize("num_processes", [1, pytest.param(2, marks=pytest.mark.distributed)])
-def test_killed_run_resumes_bitwise(tiny_run, run_script, num_processes):
+def test_killed_run_resumes_bitwise(tiny_run, hfgolf, num_processes):
     """Real processes, kill -9 between and inside saves, dropout and averages: bitwise equal on one process."""
     arguments = tiny_run(model__dropout=0.1, optim__ema_decay=0.9, batch__micro_batch_size=4)
     kills = 2 if num_processes == 1 else 1  # the second aims at a save
     options = ["--steps", 8, "--kills", kills, "--num_processes", num_processes]
-    status, said, error = run_script("verify_resume.py", *options, *arguments)
+    status, said, error = hfgolf("verify_resume", *options, *arguments)
     assert status == 0, said + error
     assert "session 1: started; SIGKILL (status -9) after step" in said
     assert "resumed from step" in said
@@ -273,7 +273,7 @@ while step < 40:
         ("starts over", ["SIGKILL"] * 3, "NOT RESUMED"),
     ],
 )
-def test_another_trainer_is_judged_by_its_log_and_its_files(tmp_path, run_script, kind, faults, says):
+def test_another_trainer_is_judged_by_its_log_and_its_files(tmp_path, hfgolf, kind, faults, says):
     """Each fault hits real processes; those that hang are found and killed."""
     script, folder = tmp_path / "trainer.py", tmp_path / "out"
     script.write_text(OTHER_TRAINER)
@@ -281,7 +281,7 @@ def test_another_trainer_is_judged_by_its_log_and_its_files(tmp_path, run_script
     options = ["--command", command, "--folder", folder, "--kills", len(faults), "--faults", *faults]
     if kind == "exact":  # of two lines for each step, the first has no loss
         options += ["--pattern", r"step (?P<step>\d+)(: loss (?P<loss>\S+))?"]
-    status, said, error = run_script("verify_resume.py", *options)
+    status, said, error = hfgolf("verify_resume", *options)
     assert status == (says != "bitwise identical"), said + error
     assert f"\n{says}" in said
     for fault in faults:
@@ -305,13 +305,13 @@ def test_a_process_that_outlives_its_parent_is_killed_too(tmp_path):
         assert not child.is_running()
 
 
-def test_a_trainer_that_cannot_resume_is_one_line(tmp_path, run_script):
+def test_a_trainer_that_cannot_resume_is_one_line(tmp_path, hfgolf):
     script, folder = tmp_path / "trainer.py", tmp_path / "out"
     script.write_text(OTHER_TRAINER)
     resume = f"{sys.executable} -c 'raise SystemExit(3)'"
     command = shlex.join([sys.executable, str(script), str(folder), "exact"])
-    status, _, error = run_script(
-        "verify_resume.py", "--command", command, "--resume", resume, "--folder", folder, "--kills", 2
+    status, _, error = hfgolf(
+        "verify_resume", "--command", command, "--resume", resume, "--folder", folder, "--kills", 2
     )
     assert status == 2 and error.startswith("error: the killed-") and error.count("\n") == 1, error
     assert "run failed with status 3; see its log" in error
@@ -325,11 +325,11 @@ def test_a_trainer_that_cannot_resume_is_one_line(tmp_path, run_script):
         ("nanogpt_loop", "DIFFERENT at step 11: training losses"),
     ],
 )
-def test_the_trainers_of_the_docs_resume_as_they_say(tmp_path, run_script, trainer, says):
+def test_the_trainers_of_the_docs_resume_as_they_say(tmp_path, hfgolf, trainer, says):
     folder = tmp_path / "out"
     command = shlex.join([sys.executable, str(ROOT / "examples" / "resume" / f"{trainer}.py"), str(folder), "30"])
     options = ["--command", command, "--resume", f"{command} --resume", "--folder", folder]
-    _, said, error = run_script("verify_resume.py", *options, "--kills", 1, "--faults", "SIGKILL", "--kill_seed", 9)
+    _, said, error = hfgolf("verify_resume", *options, "--kills", 1, "--faults", "SIGKILL", "--kill_seed", 9)
     assert "session 2: resumed from step 10" in said, said + error
     assert f"\n{says}" in said
 

@@ -1,4 +1,4 @@
-"""The script as a user runs it: from a definition, from existing runs, and with mistakes."""
+"""hfgolf compare as a user runs it: from a definition, from existing runs, and with mistakes."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
-def compare_runs(run_script):
-    """Return a function that runs the script in this process and returns its exit status and output."""
+def compare_runs(hfgolf):
+    """Return a function that runs the command and returns its exit status and log."""
 
     def script(*arguments: object) -> tuple[int, str]:
-        said = run_script("compare_runs.py", *arguments)
+        said = hfgolf("compare", *arguments)
         return said.status, said.err
 
     return script
@@ -66,17 +66,17 @@ def test_existing_runs_are_compared_without_training(compare_runs, tiny_definiti
     assert read["settings"] == {"adamw": {"optim.name": "adamw"}, "muon": {"optim.name": "muon"}}
 
 
-def test_script_trains_missing_runs(tiny_definition, run_script, tmp_path):
+def test_script_trains_missing_runs(tiny_definition, hfgolf, tmp_path):
     """Two real arms at once, one of which diverges; a second call does nothing."""
     arms = {"muon": {}, "wild": {"optim.name": "sgd", "optim.learning_rate": "1e14", "train.max_rollbacks": 0}}
-    command = ["compare_runs.py", tiny_definition(arms=arms, seeds=[1]), "--jobs", 2, "--output_dir", tmp_path / "out"]
-    first = run_script(*command)
+    command = ["compare", tiny_definition(arms=arms, seeds=[1]), "--jobs", 2, "--output_dir", tmp_path / "out"]
+    first = hfgolf(*command)
     assert first.status == 0, first.out + first.err
     assert "wild-seed1 failed: train: step " in first.out and "[2/2]" in first.out
     results = (tmp_path / "out" / "tiny.json").read_bytes()
     found = json.loads(results)
     assert set(found["arms"]["muon"]["final_losses"]) == {"1"} and set(found["failures"]["wild"]) == {"1"}
     assert "shared the machine" in found["seconds_caveats"][0]
-    second = run_script(*command)
+    second = hfgolf(*command)
     assert "2 runs: 1 already complete, 0 to do\n1 failed before; " in second.out
     assert (tmp_path / "out" / "tiny.json").read_bytes() == results

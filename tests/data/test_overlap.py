@@ -121,7 +121,7 @@ def test_rows_that_come_twice_are_found_between_the_hashed_parts(write, files_co
     assert 0 < expected == tokens.overlap["val_documents_in_train"] < tokens.overlap["val_documents"]
 
 
-def test_overlap_and_a_lossy_tokenizer_stand_with_the_figures_of_a_run(run, tiny_run, tmp_path, caplog, run_script):
+def test_overlap_and_a_lossy_tokenizer_stand_with_the_figures_of_a_run(run, tiny_run, tmp_path, caplog, hfgolf):
     tokenizer = byte_level_tokenizer([])
     tokenizer.normalizer = normalizers.Lowercase()
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>").save_pretrained(tmp_path / "saved")
@@ -136,7 +136,7 @@ def test_overlap_and_a_lossy_tokenizer_stand_with_the_figures_of_a_run(run, tiny
     assert (summary["val_documents"], summary["val_documents_in_train"]) == (200, 10)
     assert summary["tokenizer_loss"].startswith("the tokenizer is not lossless (12.50% ")  # the T of 8 characters
     overlap = "10 of 200 validation documents (5.0% of the bytes) also train, word for word"
-    exported = run_script("export.py", "--run", folder, "--checkpoint", "latest", "--output", tmp_path / "exported")
+    exported = hfgolf("export", "--run", folder, "--checkpoint", "latest", "--output", tmp_path / "exported")
     assert exported.status == 0, exported.err
     for said in (overlap, summary["tokenizer_loss"]):
         assert sum(said in message for message in caplog.messages) == 2  # at the start, and below bits per byte

@@ -636,31 +636,31 @@ def test_undone_steps_are_not_a_symptom(tmp_path):
     assert examine(folder)[0] == []
 
 
-def test_script_prints_findings(run_script, tmp_path):
+def test_script_prints_findings(hfgolf, tmp_path):
     well, sick = write(tmp_path / "well", log(range(1, 101))), write(tmp_path / "sick", UNHEALTHY["nan"])
     (finding,) = diagnose(UNHEALTHY["nan"])
-    assert run_script("doctor.py", well) == (0, f"{well}: all is well (100 steps)\n", "")
+    assert hfgolf("doctor", well) == (0, f"{well}: all is well (100 steps)\n", "")
     rows = log(range(1, 101))
     often = write(tmp_path / "often", [row | {"epoch": 0.06 * row["step"]} for row in rows])
     better = "  better the text was read 6.0 times; a model that this one teaches learns more from it: "
-    assert run_script("doctor.py", often).out.startswith(f"{often}: all is well (100 steps)\n{better}")
+    assert hfgolf("doctor", often).out.startswith(f"{often}: all is well (100 steps)\n{better}")
     hardly = write(tmp_path / "hardly", log(range(1, 4), lambda step: 8.3 if step == 2 else None))  # null: nonfinite
     said = "nothing is wrong, but the training loss, 8.30, is still near that of the first step, 8.30"
-    assert said in run_script("doctor.py", hardly).out
-    status, out, _ = run_script("doctor.py", well, sick)
+    assert said in hfgolf("doctor", hardly).out
+    status, out, _ = hfgolf("doctor", well, sick)
     assert status == 1 and out.splitlines()[0] == f"{well}: all is well (100 steps)"
     assert f"{sick}: 1 finding (10 steps)\n\nstep 11: immediate NaN\n  saw    {finding.saw}\n  causes 1. " in out
     assert finding.fix.keys() >= {"optim.learning_rate", "optim.adamw_learning_rate"}
     rates = " ".join(f"--{key} {value}" for key, value in finding.fix.items() if key.endswith("learning_rate"))
     config = sick / "config.yaml"
     assert f"  try    {finding.options}\n  find   {own_command()} find_lr --config {config} {rates}\n" in out
-    status, out, _ = run_script("doctor.py", "--json", well, sick)
+    status, out, _ = hfgolf("doctor", "--json", well, sick)
     as_json = json.loads(json.dumps(vars(finding)))
     assert (status, json.loads(out)) == (1, {str(well): [], str(sick): [as_json]})
 
 
-def test_folder_without_a_run_is_one_line(run_script, tmp_path):
-    assert run_script("doctor.py", tmp_path) == (
+def test_folder_without_a_run_is_one_line(hfgolf, tmp_path):
+    assert hfgolf("doctor", tmp_path) == (
         2,
         "",
         f"error: {tmp_path}/metrics.jsonl does not exist; name the folder of a run, such as runs/small.\n",

@@ -1,4 +1,4 @@
-"""lm-eval on hfgolf's models: by itself, and as scripts/evaluate.py --tasks runs it: `make test-ecosystem`."""
+"""lm-eval on hfgolf's models: by itself, and as hfgolf evaluate --tasks runs it: `make test-ecosystem`."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ pytestmark = [pytest.mark.ecosystem, pytest.mark.slow]
 
 
 @pytest.fixture
-def evaluate(run_script):
+def evaluate(hfgolf):
     """Run the script and return (exit status, stdout, stderr)."""
-    return partial(run_script, "evaluate.py")
+    return partial(hfgolf, "evaluate")
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""scripts/evaluate.py: the run's own figures, any causal model, and one line for every mistake."""
+"""hfgolf evaluate: the run's own figures, any causal model, and one line for every mistake."""
 
 from __future__ import annotations
 
@@ -6,20 +6,17 @@ import json
 import math
 import re
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 from tokenizers import normalizers
 from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "evaluate.py"
-
 
 @pytest.fixture
-def evaluate(run_script):
-    """Run the script and return (exit status, stdout, stderr)."""
-    return partial(run_script, "evaluate.py")
+def evaluate(hfgolf):
+    """Run the command and return (exit status, stdout, stderr)."""
+    return partial(hfgolf, "evaluate")
 
 
 @pytest.fixture

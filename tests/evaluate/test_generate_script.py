@@ -1,4 +1,4 @@
-"""scripts/generate.py: the requested number of texts, and one line for every mistake."""
+"""hfgolf generate: the requested number of texts, and one line for every mistake."""
 
 from __future__ import annotations
 
@@ -15,15 +15,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-SCRIPT = Path(__file__).parents[2] / "scripts" / "generate.py"
-
 
 @pytest.fixture
-def generate(build_model, tokenizer, tmp_path, run_script):
+def generate(build_model, tokenizer, tmp_path, hfgolf):
     """Run the script on a model with learned positions and return (exit status, stdout, stderr)."""
     build_model(position_embedding="learned", num_hidden_layers=2).save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
-    return partial(run_script, "generate.py", "--model", tmp_path / "model")
+    return partial(hfgolf, "generate", "--model", tmp_path / "model")
 
 
 def test_samples_are_numbered_by_seed(generate):
@@ -91,12 +89,12 @@ def with_special_token(folder: Path) -> None:
         (lambda folder: (folder / "tokenizer.json").unlink(), "cannot load the tokenizer of"),
     ],
 )
-def test_malformed_model_file_is_one_line(generate, tmp_path, run_script, change, says):
+def test_malformed_model_file_is_one_line(generate, tmp_path, hfgolf, change, says):
     change(tmp_path / "model")
     (tmp_path / "text.txt").write_text("line 1\n" * 9)
     for status, printed, error in (
         generate("--prompt", "line"),
-        run_script("evaluate.py", "--model", tmp_path / "model", "--files", tmp_path / "text.txt"),
+        hfgolf("evaluate", "--model", tmp_path / "model", "--files", tmp_path / "text.txt"),
     ):
         assert (status, printed, error.count("\n")) == (2, "", 1) and re.search(says, error), error
         assert len(error) < 600
@@ -109,10 +107,10 @@ def test_options_control_sampling(generate, tmp_path):
     assert generate("--prompt", "ab") == plain and plain.status == 0
 
 
-def test_the_prompt_is_the_second_word_or_standard_input(generate, run_script, tmp_path, monkeypatch):
+def test_the_prompt_is_the_second_word_or_standard_input(generate, hfgolf, tmp_path, monkeypatch):
     named = generate("--prompt", "line\nab", "--seed", 3)
     assert named.status == 0 and named.out.startswith("line\nab")
-    assert run_script("generate.py", tmp_path / "model", "--seed", 3, "line\nab") == named
+    assert hfgolf("generate", tmp_path / "model", "--seed", 3, "line\nab") == named
     assert generate("line\nab", "--seed", 3) == named  # after --model
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"line\nab\n")))
     assert generate("-", "--seed", 3) == named

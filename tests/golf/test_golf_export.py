@@ -82,7 +82,7 @@ def test_exported_model_is_the_one_that_was_scored(exported):
     assert after["nats"] / after["tokens"] == pytest.approx(nats.item() / labels.numel(), abs=0.01)
 
 
-def test_a_run_of_another_architecture_exports_what_unpack_reads(tmp_path, tiny_run_in, run_script, hfgolf):
+def test_a_run_of_another_architecture_exports_what_unpack_reads(tmp_path, tiny_run_in, hfgolf):
     folder = tmp_path / "runs" / "tiny"
     ends = {"train__max_steps": 20, "train__eval_every_steps": 20, "golf__calibration_tokens": 512}
     train(load_config(tiny_run_in(tmp_path, **ends, model__architecture="llama")))
@@ -95,7 +95,7 @@ def test_a_run_of_another_architecture_exports_what_unpack_reads(tmp_path, tiny_
     assert state_sha256(state) == ledger["weights_sha256"] and ledger["problems"] == []
     model = AutoModelForCausalLM.from_pretrained(exported / "model")
     assert state_sha256(model.state_dict()) == ledger["weights_sha256"]
-    said = run_script("golf_score.py", exported)
+    said = hfgolf("golf score", exported)
     assert said.status == 2 and "unpack.py, reads the weights but scores nothing; use hfgolf evaluate" in said.err
 
 
@@ -314,22 +314,22 @@ NO_FILE = "a file of ledger.json cannot be read ("
         (forge_ledger(lambda told: told.update(after=[])), BROKEN),
     ],
 )
-def test_golf_score_believes_nothing_of_a_folder(exported, run_script, tmp_path, change, said):
+def test_golf_score_believes_nothing_of_a_folder(exported, hfgolf, tmp_path, change, said):
     folder = tmp_path / "golf"
     shutil.copytree(exported, folder)
     change(folder)
-    ended = run_script("golf_score.py", folder)
+    ended = hfgolf("golf score", folder)
     assert ended.status in (1, 2) and ended.out == ""
     assert said in ended.err and ended.err.count("\n") == 1
     assert not (folder / "ran").exists(), "nothing foreign is executed"
 
 
-def test_a_score_that_is_not_the_ledgers_is_a_problem(exported, run_script, tmp_path):
+def test_a_score_that_is_not_the_ledgers_is_a_problem(exported, hfgolf, tmp_path):
     folder = tmp_path / "golf"
     shutil.copytree(exported, folder)
     names = ("nats", "tokens", "bytes", "bpb")
     forge_ledger(lambda told: told["after"].update({name: told["after"][name] * 2 for name in names}))(folder)
-    ended = run_script("golf_score.py", folder)
+    ended = hfgolf("golf score", folder)
     assert ended.status == 1
     for name, line in zip(names, ended.err.splitlines(), strict=True):
         assert f" {name}, but the ledger states " in line
@@ -380,8 +380,8 @@ def keep_the_certificate(folder, raw):
     forge(folder, "tokens.bin", tokens.tobytes())
 
 
-def test_golf_score_compares_with_the_raw_text(exported, run_script, raw_text):
-    alone, compared = (run_script("golf_score.py", exported, *files) for files in ((), ("--files", raw_text)))
+def test_golf_score_compares_with_the_raw_text(exported, hfgolf, raw_text):
+    alone, compared = (hfgolf("golf score", exported, *files) for files in ((), ("--files", raw_text)))
     assert (alone.status, alone.err, compared.status, compared.err) == (0, "", 0, "")
     sha256 = f"sha256 {json.loads((exported / 'certificate.json').read_text())['sha256'][:16]}"
     assert f"text           {sha256}, the folder's own word" in alone.out
@@ -390,7 +390,7 @@ def test_golf_score_compares_with_the_raw_text(exported, run_script, raw_text):
     totals = json.loads((exported / "ledger.json").read_text())["totals"]
     challenge, everything = f"{totals['challenge']:,}", f"{totals['everything']:,}"
     assert f"bytes          {challenge} of {BUDGET:,} ({everything} counting everything)\n" in alone.out
-    missing = run_script("golf_score.py", exported, "--files", raw_text.with_name("other.txt"))
+    missing = hfgolf("golf score", exported, "--files", raw_text.with_name("other.txt"))
     assert (missing.status, missing.out) == (2, "") and missing.err.startswith("error: --files: ")
 
 
@@ -403,24 +403,24 @@ def test_golf_score_compares_with_the_raw_text(exported, run_script, raw_text):
     ],
 )
 def test_a_folder_that_agrees_with_itself_is_refused_beside_the_raw_text(
-    exported, run_script, tmp_path, raw_text, doctor, said
+    exported, hfgolf, tmp_path, raw_text, doctor, said
 ):
     folder = tmp_path / "golf"
     shutil.copytree(exported, folder)
     doctor(folder, raw_text.read_bytes())
-    ended = run_script("golf_score.py", folder, "--files", raw_text)
+    ended = hfgolf("golf score", folder, "--files", raw_text)
     assert (ended.status, ended.out) == (1, "") and ended.err.count("\n") == 1 and said in ended.err
     if doctor is leave_out_text:
         forge_ledger(lambda told: told.update(after=rescore(folder)))(folder)
-        alone = run_script("golf_score.py", folder)
+        alone = hfgolf("golf score", folder)
         assert alone.status == 0 and "the folder's own word" in alone.out
 
 
-def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path, run_script):
+def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path, hfgolf):
     output = tmp_path / "small"
     options = ["--output", output, "--budget_bytes", "60000", "--count", "everything", "--method", "nearest"]
     options += ["--evaluation", "sliding", "--stride", "16", "--adapt_rate", "1e-3", "--column_steps", "--skip_before"]
-    ended = run_script("golf_export.py", "--run", trained, *options)
+    ended = hfgolf("golf export", "--run", trained, *options)
     assert ended.status == 0, ended.err
     windows = "sliding, stride 16, adapting at a rate of 0.001"
     for line in ("Certificate holds", "bits per byte", windows, "SDClip", "artifact.bin"):
@@ -432,11 +432,11 @@ def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path
     assert ledger["before"] is None and "score before" not in ended.err and "before" not in ended.out
     assert "before rounding" not in (output / "model" / "README.md").read_text()
     assert ledger["settings"]["method"] == "nearest" and ledger["settings"]["calibration_tokens"] == 512
-    again = run_script("golf_score.py", output)
+    again = hfgolf("golf score", output)
     assert again.status == 0 and f"{ledger['after']['bpb']:.4f}" in again.out, "by the ledger's settings"
-    plain = run_script("golf_score.py", output, "--adapt_rate", 0, "--json")
+    plain = hfgolf("golf score", output, "--adapt_rate", 0, "--json")
     assert json.loads(plain.out)["bpb"] != pytest.approx(ledger["after"]["bpb"], rel=1e-4)
-    flat = json.loads(run_script("golf_score.py", output, "--evaluation", "flat", "--adapt_rate", 0, "--json").out)
+    flat = json.loads(hfgolf("golf score", output, "--evaluation", "flat", "--adapt_rate", 0, "--json").out)
     assert (flat["mode"], flat["tokens"]) == ("flat", ledger["after"]["tokens"])
     assert flat["bpb"] > ledger["after"]["bpb"] + 0.001, "other windows, another score"
     card = (output / "model" / "README.md").read_text()
@@ -446,7 +446,7 @@ def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path
 
 @pytest.mark.parametrize("eos", [None, 5, [256, 5]])
 def test_any_golf_model_can_be_exported_also_if_its_tokenizer_begins_each_text_with_a_token(
-    trained, corpus_file, tmp_path, run_script, eos
+    trained, corpus_file, tmp_path, hfgolf, eos
 ):
     """Also if its config names another end of text, or several, as that of a model that chats."""
     shutil.copytree(trained / "model", tmp_path / "model")
@@ -467,7 +467,7 @@ def test_any_golf_model_can_be_exported_also_if_its_tokenizer_begins_each_text_w
         text.write_text(f"{text.stem} and seven make thirteen. Na\u00efve.\n" * 9, encoding="utf-8")
     options = ["--files", *texts, "--calibration_files", corpus_file, "--budget_bytes", BUDGET, "--json"]
     options += ["--evaluation", "documents", "--stride", "16"]
-    ended = run_script("golf_export.py", "--model", tmp_path / "model", "--output", tmp_path / "out", *options)
+    ended = hfgolf("golf export", "--model", tmp_path / "model", "--output", tmp_path / "out", *options)
     assert ended.status == 0, ended.err
     printed = json.loads(ended.out)
     assert printed["ledger"]["after"]["bytes"] == sum(text.stat().st_size for text in texts)
@@ -475,17 +475,17 @@ def test_any_golf_model_can_be_exported_also_if_its_tokenizer_begins_each_text_w
     assert "none of them among 1 calibration document;" in printed["certificate"]
     assert "## How small it is" in (tmp_path / "out" / "model" / "README.md").read_text()
     assert np.fromfile(tmp_path / "out" / "tokens.bin", "<u2")[1] == 1
-    assert run_script("golf_score.py", tmp_path / "out", "--files", *texts).status == 0
-    other_order = run_script("golf_score.py", tmp_path / "out", "--files", *reversed(texts))
+    assert hfgolf("golf score", tmp_path / "out", "--files", *texts).status == 0
+    other_order = hfgolf("golf score", tmp_path / "out", "--files", *reversed(texts))
     assert "2 of its 2 documents are in it" in other_order.err
 
 
-def test_failed_certificate_gives_no_score(trained, corpus_file, tmp_path, run_script):
+def test_failed_certificate_gives_no_score(trained, corpus_file, tmp_path, hfgolf):
     """The validation text is also the calibration text."""
     copy = tmp_path / "copy.txt"
     shutil.copyfile(corpus_file, copy)
     options = ["--model", trained / "model", "--output", tmp_path / "out", "--budget_bytes", BUDGET]
-    ended = run_script("golf_export.py", *options, "--files", copy, "--calibration_files", corpus_file)
+    ended = hfgolf("golf export", *options, "--files", copy, "--calibration_files", corpus_file)
     assert ended.status == 1
     assert "No certificate: 1 of 1 validation documents are also calibration documents" in ended.err
     assert "bits per byte" not in ended.out
@@ -514,12 +514,12 @@ def test_failed_certificate_gives_no_score(trained, corpus_file, tmp_path, run_s
         ),
     ],
 )
-def test_export_mistakes_are_one_line(trained, run_script, options, said, monkeypatch, tmp_path):
+def test_export_mistakes_are_one_line(trained, hfgolf, options, said, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("one/a.py", "two/a.py", "one/certificate.json", "one/.a.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("print(1)\n")
-    ended = run_script("golf_export.py", *(trained if option == "RUN" else option for option in options))
+    ended = hfgolf("golf export", *(trained if option == "RUN" else option for option in options))
     last = ended.err.strip().splitlines()[-1]
     assert ended.status == 2 and last.startswith("error: ") and said in last
     assert not list(trained.glob(".partial*")), "what an export began is not left behind"

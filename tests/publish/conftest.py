@@ -46,9 +46,9 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
 
 
 @pytest.fixture
-def push(run_script: Callable[..., Any], exported: Path) -> Callable[..., Any]:
+def push(hfgolf: Callable[..., Any], exported: Path) -> Callable[..., Any]:
     """Return a function that pushes the exported model with the script, to user/name."""
-    return functools.partial(run_script, "push_to_hub.py", "--run", exported.parent, "--repo", "user/name")
+    return functools.partial(hfgolf, "push", "--run", exported.parent, "--repo", "user/name")
 
 
 @pytest.fixture

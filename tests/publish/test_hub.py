@@ -144,11 +144,11 @@ def test_rejection_by_the_hub_is_one_line(exported, hub, status, path):
     assert "\n" not in str(caught.value) and str(status) in str(caught.value)
 
 
-def test_script_exits_with_2_and_one_line(exported, hub, push, run_script):
+def test_script_exits_with_2_and_one_line(exported, hub, push, hfgolf):
     hub.fail_with = 403
     said = push("--format", "golf")
     assert said.status == 2 and said.err.startswith("error: cannot push") and said.err.count("\n") == 1
-    said = run_script("push_to_hub.py", "--run", exported, "--repo", "user/name")
+    said = hfgolf("push", "--run", exported, "--repo", "user/name")
     assert said.status == 2 and said.err.count("\n") == 1 and "no exported model" in said.err
 
 
@@ -170,14 +170,14 @@ def test_failed_push_in_a_run_is_a_warning(exported, hub, caplog):
 
 
 def test_the_command_that_repeats_a_push_works_as_printed_and_keeps_the_model_private(
-    exported, hub, pushes_here, caplog, run_script
+    exported, hub, pushes_here, caplog, hfgolf
 ):
     folder = exported.parent.rename(exported.parent.with_name("a run"))
     hub.fail_with = 500
     HubPusher("user/secret", private=True, format="golf").push_now(folder / "model", "last")
     hub.fail_with = None
     command = caplog.messages[-1].partition("To try again: ")[2].removeprefix(f"{own_command()} push ")
-    said = run_script("push_to_hub.py", *shlex.split(command))
+    said = hfgolf("push", *shlex.split(command))
     assert said.status == 0, said.err
     assert hub.repositories["user/secret"].private
 
@@ -234,12 +234,12 @@ def test_only_exported_files_are_pushed(exported, hub, tmp_path, caplog):
     assert "user/other" not in hub.repositories
 
 
-def test_a_branch_and_a_tag_load_by_their_names(exported, hub, run_script, tmp_path):
+def test_a_branch_and_a_tag_load_by_their_names(exported, hub, hfgolf, tmp_path):
     """The branch holds only what was pushed to it, and its card says what it loads; main stays as it is."""
-    assert run_script("push_to_hub.py", "--run", exported.parent, "--repo", "user/name", "--format=golf").status == 0
+    assert hfgolf("push", "--run", exported.parent, "--repo", "user/name", "--format=golf").status == 0
     main = dict(hub.repositories["user/name"].files)
     how = ["--model", exported, "--repo", "user/name", "--revision", "chck_1M", "--tag", "v1"]
-    said = run_script("push_to_hub.py", *how)
+    said = hfgolf("push", *how)
     assert said.out.startswith(f"pushed to {hub.endpoint}/user/name/tree/chck_1M as Apertus"), said.err
     repository = hub.repositories["user/name"]
     assert repository.files == main and repository.branches.keys() == {"chck_1M"}
@@ -251,21 +251,21 @@ def test_a_branch_and_a_tag_load_by_their_names(exported, hub, run_script, tmp_p
         loaded = AutoModelForCausalLM.from_pretrained("user/name", revision=name, cache_dir=tmp_path / name)
         assert type(loaded).__name__ == "ApertusForCausalLM"
 
-    again = run_script("push_to_hub.py", *how)
+    again = hfgolf("push", *how)
     assert (again.status, len(branch.commits)) == (2, 1)
     assert again.err == "error: --tag: user/name already has the tag v1, so nothing was pushed; use another name.\n"
-    nowhere = run_script("push_to_hub.py", "--model", exported.parent, "--repo", "user/name")
+    nowhere = hfgolf("push", "--model", exported.parent, "--repo", "user/name")
     assert nowhere.status == 2 and nowhere.err.startswith("error: --model: there is no exported model in")
     set_location(exported / "README.md", "user/other")
     card = (exported / "README.md").read_text()
     assert card.count('from_pretrained("user/other"') == 2 and "revision=" not in card
 
 
-def test_a_gguf_file_has_a_repository_whose_card_names_the_model(hub, run_script, tmp_path):
+def test_a_gguf_file_has_a_repository_whose_card_names_the_model(hub, hfgolf, tmp_path):
     file = tmp_path / "small-q8_0.gguf"
     file.write_bytes(b"GGUF and the rest")
     how = ["--model", file, "--repo", "user/small-gguf", "--base_model", "user/small"]
-    said = run_script("push_to_hub.py", *how)
+    said = hfgolf("push", *how)
     assert (said.status, said.out) == (0, f"pushed to {hub.endpoint}/user/small-gguf\n"), said.err
     files = hub.repositories["user/small-gguf"].files
     assert files.keys() == {"README.md", file.name} and files[file.name] == file.read_bytes()
@@ -275,8 +275,8 @@ def test_a_gguf_file_has_a_repository_whose_card_names_the_model(hub, run_script
     assert f"hf download user/small-gguf {file.name}" in card.text
     assert "base_model" not in gguf_card(file.name, "user/small-gguf", None)
     file.write_bytes(b"text")
-    assert "is not a GGUF file" in run_script("push_to_hub.py", *how).err
-    refused = run_script("push_to_hub.py", "--model", tmp_path, *how[2:])
+    assert "is not a GGUF file" in hfgolf("push", *how).err
+    refused = hfgolf("push", "--model", tmp_path, *how[2:])
     assert refused.status == 2 and refused.err.startswith("error: --base_model: only a GGUF file has it;")
 
 
@@ -333,7 +333,7 @@ def test_pushes_to_branches_wait_for_each_other_and_none_is_skipped(exported, hu
     assert f"push --model {exported.with_name('chck_2M')} --revision chck_2M --repo user/name" in caplog.text
 
 
-def test_a_model_that_changed_since_its_run_is_not_pushed(run_script, tmp_path):
+def test_a_model_that_changed_since_its_run_is_not_pushed(hfgolf, tmp_path):
     """The card has the scores of the weights that the run ended with."""
     weights = tmp_path / "tiny" / "model" / "model.safetensors"
     weights.parent.mkdir(parents=True)
@@ -342,7 +342,7 @@ def test_a_model_that_changed_since_its_run_is_not_pushed(run_script, tmp_path):
     files = list_files(weights.parent, [weights])
     (tmp_path / "tiny" / "summary.json").write_text(json.dumps({"val_loss": 1.0, "weights": "raw", "files": files}))
     weights.write_bytes(b"others!")
-    said = run_script("push_to_hub.py", "--run", tmp_path / "tiny", "--repo", "user/name")
+    said = hfgolf("push", "--run", tmp_path / "tiny", "--repo", "user/name")
     assert (said.status, said.out) == (2, "")
     assert said.err == (
         "error: --run: model/model.safetensors does not match its sha256, so the card says nothing of these files;"

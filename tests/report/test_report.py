@@ -377,33 +377,33 @@ def test_unusual_rows_are_reported(folder, lines, tail, says):
         ('{"step": 1, "trai', "holds no row, only 1 broken lines"),
     ],
 )
-def test_run_without_rows_is_one_line(content, says, tmp_path, run_script):
+def test_run_without_rows_is_one_line(content, says, tmp_path, hfgolf):
     if content is not None:
         (tmp_path / "metrics.jsonl").write_text(content)
-    status, _, error = run_script("make_report.py", tmp_path)
+    status, _, error = hfgolf("report", tmp_path)
     assert status == 2 and error.startswith("error: ") and says in error and error.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} <= {"metrics.jsonl"}
 
 
-def test_script_writes_a_page_and_an_image(folder, tmp_path, run_script):
+def test_script_writes_a_page_and_an_image(folder, tmp_path, hfgolf):
     one, two = folder(rows(), name="one"), folder(rows(), name="two")
-    assert not run_script("make_report.py", one, "--price_per_hour", 3600).status
+    assert not hfgolf("report", one, "--price_per_hour", 3600).status
     assert Page(one / "report.html").figures["cost"] == "$65.00"
     assert (one / "report" / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert not run_script("make_report.py", one, two, "--output", tmp_path / "new" / "both.html").status
+    assert not hfgolf("report", one, two, "--output", tmp_path / "new" / "both.html").status
     assert "2 runs side by side" in Page(tmp_path / "new" / "both.html").text
     assert (tmp_path / "new" / "both" / "loss.png").exists()
     (tmp_path / "file").write_text("")
     for options in (["--output", "x.txt"], ["--output", tmp_path / "file" / "x.html"], ["--price_per_hour", "-1"]):
-        status, _, error = run_script("make_report.py", one, *options)
+        status, _, error = hfgolf("report", one, *options)
         assert status == 2 and error.startswith(f"error: {options[0]}: ") and error.count("\n") == 1
 
 
-def test_script_names_no_picture_if_there_are_no_losses_to_draw(folder, run_script):
+def test_script_names_no_picture_if_there_are_no_losses_to_draw(folder, hfgolf):
     run = folder([row | {"train_losses": [None], "val_loss": None} for row in rows()[:1]], name="run")
     (run / "report").mkdir()
     (run / "report" / "loss.png").write_bytes(b"of an earlier report")
-    assert run_script("make_report.py", run).out == f"wrote {run / 'report.html'}\n"
+    assert hfgolf("report", run).out == f"wrote {run / 'report.html'}\n"
 
 
 def test_long_curve_retains_mean_and_extremes():

@@ -197,7 +197,7 @@ def test_without_a_network_a_model_in_the_cache_loads_at_once(small, no_network,
 
 
 @pytest.mark.slow
-def test_a_run_that_trains_in_another_process_is_sampled_meanwhile(tiny_run, tmp_path, run_script):
+def test_a_run_that_trains_in_another_process_is_sampled_meanwhile(tiny_run, tmp_path, hfgolf):
     """It deletes each checkpoint two saves later."""
     endless = {
         "train__max_steps": 10**6,
@@ -215,7 +215,7 @@ def test_a_run_that_trains_in_another_process_is_sampled_meanwhile(tiny_run, tmp
         while len(used) < 3:
             assert training.is_alive()
             used.add(load_exported(str(folder))[0].name_or_path)
-        said = run_script("generate.py", folder, "one and", "--max_new_tokens", 4)
+        said = hfgolf("generate", folder, "one and", "--max_new_tokens", 4)
         assert said.status == 0 and said.out.startswith("one and")
         assert said.err.startswith(f"model: {folder / 'checkpoints' / 'step-'}")
     finally:

@@ -136,7 +136,7 @@ def test_mistake_is_found_before_any_data_is_read(run, tiny_run, mistake, messag
 
 
 @pytest.mark.slow
-def test_run_learns_and_its_model_loads_without_code(run, run_script, tiny_run, reset_accelerate, caplog):
+def test_run_learns_and_its_model_loads_without_code(run, hfgolf, tiny_run, reset_accelerate, caplog):
     with caplog.at_level(logging.INFO, "hfgolf"):
         folder = run(tiny_run(model__architecture="gpt2", train__max_steps=30, train__eval_every_steps=30))
     assert "trust_remote_code" not in caplog.text
@@ -153,16 +153,16 @@ def test_run_learns_and_its_model_loads_without_code(run, run_script, tiny_run, 
     ids = torch.tensor([tokenizer("one and two make", add_special_tokens=False)["input_ids"]])
     assert model(ids).logits.isfinite().all()
     exported = folder.parent / "exported"
-    said = run_script("export.py", "--run", folder, "--output", exported)
+    said = hfgolf("export", "--run", folder, "--output", exported)
     assert said.status == 0, said.err
     for key, weight in load_file(folder / "model" / "model.safetensors").items():
         assert torch.equal(load_file(exported / "model.safetensors")[key], weight)
     text = folder.parent / "text.txt"
     text.write_text("one and two make three. " * 40)
     reset_accelerate()
-    said = run_script("evaluate.py", "--model", folder / "model", "--files", text)
+    said = hfgolf("evaluate", "--model", folder / "model", "--files", text)
     assert said.status == 0 and "bits per byte" in said.out, said.err
-    said = run_script("generate.py", "--model", folder / "model", "--max_new_tokens", "4")
+    said = hfgolf("generate", "--model", folder / "model", "--max_new_tokens", "4")
     assert said.status == 0, said.err
 
 

@@ -139,7 +139,7 @@ for model in models:
 """
 
 
-def test_small_chat_model_answers_and_stops(run, chat_run, run_script, tmp_path):
+def test_small_chat_model_answers_and_stops(run, chat_run, hfgolf, tmp_path):
     """From conversations to answers in transformers, without hfgolf, in Golf's form and in the native one."""
     options = {"model__hidden_size": 64, "batch__sequence_length": 128, "batch__tokens_per_step": 2048}
     folder = run(
@@ -158,13 +158,13 @@ def test_small_chat_model_answers_and_stops(run, chat_run, run_script, tmp_path)
     assert "held-out tokens of the assistant's turns" in card and "## How to chat with it" in card
     assert "Losses and bits per byte are of the assistant" in (folder / "report.html").read_text()
     golf = tmp_path / "golf"
-    assert run_script("export.py", "--model", folder / "model", "--to", "golf", "--output", golf).status == 0
+    assert hfgolf("export", "--model", folder / "model", "--to", "golf", "--output", golf).status == 0
     assert "## How to chat with it" in (golf / "README.md").read_text()
     question = "What is the capital of Japan?"
     for model in (folder / "model", golf):
         stops = json.loads((model / "generation_config.json").read_text())["eos_token_id"]
         assert stops == [256, 260]
-        said = run_script("generate.py", "--model", model, "--temperature", 0, "--message", question)
+        said = hfgolf("generate", "--model", model, "--temperature", 0, "--message", question)
         assert (said.status, said.out) == (0, "Tokyo\n")
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     asked = subprocess.run(

@@ -430,13 +430,13 @@ def test_a_stop_before_the_first_step_starts_over(run, from_weights, exported, m
     assert json.loads((folder / "summary.json").read_text())["init_from"]["val_tokens"] > 0
 
 
-def test_scripts_before_a_run_read_no_weights(exported, from_weights, run_script):
+def test_scripts_before_a_run_read_no_weights(exported, from_weights, hfgolf):
     weights = exported(hidden_size=24)
     (weights / "model.safetensors").unlink()
     arguments = from_weights(weights)
-    prepared = run_script("prepare_data.py", *arguments)
+    prepared = hfgolf("prepare", *arguments)
     assert prepared.status == 0, prepared.err
-    plan = run_script("plan.py", *arguments, "--json")
+    plan = hfgolf("plan", *arguments, "--json")
     assert plan.status == 0, plan.err
     model, _ = build_tiny(hidden_size=24)
     assert sum(json.loads(plan.out)["parameters"].values()) == model.num_parameters()
