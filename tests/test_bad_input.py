@@ -28,7 +28,6 @@ NUMBERS = {
     "report": "--price_per_hour*",
     "plan": "--tokens_per_second",
     "profile": "--steps",
-    "schedule": "--seconds_per_step",
     "verify_resume": "--steps --kills* --kill_seed* --num_processes",
     "vocabulary_study.py": "--vocab_sizes --hidden_size --context --max_bytes",
 }
@@ -133,7 +132,6 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
     "schedule": (
         OF_A_CONFIG,
         {
-            "--seconds_per_step 1": "--seconds_per_step: has no effect because train.max_minutes is null",
             "--schedule.warmdown_shape 1-sqrt": "schedule.warmdown_shape is gone; leave it out",
             "--schedule.weight_decay 0.1": "0.1 is not allowed; allowed: constant, linear or learning_rate.",
             "--schedule.peak 1": "unknown key schedule.peak",

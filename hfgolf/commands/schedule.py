@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hfgolf import palette
-from hfgolf.commands.options import Answer, ScriptParser, bounded, check_picture
+from hfgolf.commands.options import Answer, ScriptParser, check_picture
 from hfgolf.config.parse import load_config
 from hfgolf.config.sections import RunConfig
-from hfgolf.system.errors import UserError, writing
+from hfgolf.system.errors import writing
 from hfgolf.system.wording import aligned
 
 STAND_INS = {  # one parameter of each kind; its name decides its rule and peak learning rate
@@ -29,9 +29,6 @@ POINTS = 1000
 def main() -> Answer:
     parser = ScriptParser(__doc__, "Also takes the options of hfgolf train: --config FILE --section.key value.")
     parser.add_argument("--output", type=Path, default=Path("schedule.png"), help="picture to write (schedule.png)")
-    parser.add_argument(
-        "--seconds_per_step", **bounded(1e-6, 1e6, "speed of a run that train.max_minutes ends (default: 1)")
-    )
     arguments, run_options = parser.parse_known_args()
     resolved = load_config(run_options, may_choose=False)
     check_picture("--output", arguments.output)
@@ -39,7 +36,7 @@ def main() -> Answer:
     from hfgolf.train.init_from import take_architecture
 
     config = take_architecture(resolved).config
-    total_steps, note = count_steps(config, arguments.seconds_per_step)
+    total_steps, note = count_steps(config)
     corners = corner_steps(config, total_steps)
     grid = (round(i * (total_steps - 1) / POINTS) for i in range(POINTS + 1))
     steps = sorted({*grid, *corners.values()})
@@ -47,12 +44,12 @@ def main() -> Answer:
     with writing("--output", arguments.output):
         _draw(config, corners, steps, rates, others, arguments.output)
     lines = [_table(total_steps, corners, steps, rates | others)]
-    lines += [f"note: {note}; set --seconds_per_step, as hfgolf profile says"] if note else []
+    lines += [f"note: {note}"] if note else []
     figures = {"total_steps": total_steps, "corners": corners, "steps": steps, "values": rates | others, "note": note}
     return Answer(figures, "\n".join([*lines, f"wrote {arguments.output}"]))
 
 
-def count_steps(config: RunConfig, seconds_per_step: float | None) -> tuple[int, str]:
+def count_steps(config: RunConfig) -> tuple[int, str]:
     """Return the steps of a run, and what is not known of them; "" if all is.
 
     Reads the text like the run, but only if train.max_epochs is set.
@@ -62,17 +59,15 @@ def count_steps(config: RunConfig, seconds_per_step: float | None) -> tuple[int,
     from hfgolf.train.clock import step_limit
 
     train, blocks = config.train, 0
-    if seconds_per_step is not None and train.max_minutes is None:
-        raise UserError("--seconds_per_step: has no effect because train.max_minutes is null; remove it.")
     if train.max_epochs:
         blocks = num_blocks(len(load_tokens(config.data, config.tokenizer).train), config.batch.sequence_length)
     steps = step_limit(train, config.batch, blocks)
     if not train.max_minutes:
         return int(steps), ""
-    if seconds_per_step is None and steps < math.inf:
+    if steps < math.inf:
         return int(steps), "train.max_minutes may end the run earlier"
-    steps = min(steps, math.ceil(60 * train.max_minutes / (seconds_per_step or 1.0)))
-    return int(steps), "" if seconds_per_step else "train.max_minutes ends it; drawn at 1 s per step"
+    steps = math.ceil(60 * train.max_minutes)
+    return steps, "train.max_minutes ends it; drawn at 1 s per step; for another length, add --train.max_steps"
 
 
 def corner_steps(config: RunConfig, total_steps: int) -> dict[str, int]:
