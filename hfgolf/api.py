@@ -33,7 +33,7 @@ from hfgolf.config.sections import DataSection, RunConfig
 from hfgolf.data.cache_folder import cache_folder, locked
 from hfgolf.data.files import require_paths, train_and_validation
 from hfgolf.data.tables import Column, other_keys
-from hfgolf.doctor.doctor import advice, examine, settings_of
+from hfgolf.doctor.doctor import advice, examine
 from hfgolf.doctor.finding import Finding
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.hooks import standard_hooks
@@ -106,7 +106,7 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
         than = f"{'lower' if lower > 0 else 'higher'} than {folder.path}, nats per token"
         logger.info("%s", labeled("taught", f"{abs(lower):.4f} {than}", 16))
         return last
-    better = advice(folder.path, summary.get("epochs"), settings_of(folder.path))
+    better = advice(folder.path, summary.get("epochs"))
     if better and state.is_main_process:
         logger.info("%s", labeled("better", better, 16))
     return summary

@@ -5,12 +5,10 @@ are findings; 2: there is no such run.
 """
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from hfgolf.commands.options import Answer, ScriptParser
-from hfgolf.doctor.doctor import advice, examine, settings_of
+from hfgolf.doctor.doctor import advice, examine
 from hfgolf.doctor.finding import Finding
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import Metrics
@@ -23,21 +21,20 @@ def main() -> Answer:
     parser = ScriptParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, such as runs/small")
     arguments = parser.parse_args()
-    settings = {run: settings_of(run) for run in arguments.runs}
-    seen = {run: (*examine(run, of_run), of_run) for run, of_run in settings.items()}
-    findings = {str(run): list(map(dataclasses.asdict, found)) for run, (found, *_) in seen.items()}
+    seen = {run: examine(run) for run in arguments.runs}
+    findings = {str(run): list(map(dataclasses.asdict, found)) for run, (found, _) in seen.items()}
     text = "\n\n".join(_describe(run, *found) for run, found in seen.items())
     return Answer(findings, text, status=int(any(findings.values())))
 
 
-def _describe(run: Path, findings: list[Finding], metrics: Metrics, settings: Mapping[str, Any]) -> str:
+def _describe(run: Path, findings: list[Finding], metrics: Metrics) -> str:
     steps = metrics.rows[-1]["step"] if metrics.rows else metrics.events[-1]["step"]
     sample = ", a sample of the rows" if metrics.is_sampled else ""
     if not findings:
         epochs = metrics.rows[-1].get("epoch") if metrics.rows else None
-        better = advice(run, epochs, settings)
-        lines = [f"{run}: {_well(metrics)} ({count_of(steps, 'step')}{sample})"]
-        return "\n".join([*lines, *([f"  better {better}"] if better else [])])
+        better = advice(run, epochs)
+        said = f"{run}: {_well(metrics)} ({count_of(steps, 'step')}{sample})"
+        return f"{said}\n  better {better}" if better else said
     lines = [f"{run}: {count_of(len(findings), 'finding')} ({count_of(steps, 'step')}{sample})"]
     for finding in sorted(findings, key=lambda finding: finding.step):
         lines += [f"\nstep {finding.step}: {finding.symptom}", f"  saw    {finding.saw}"]

@@ -262,12 +262,10 @@ def milestone_steps(config: RunConfig, data: TokenCounts) -> dict[str, int | Non
     return steps | due_steps(known, config.batch, TrainState(), read_words)
 
 
-def affordable_steps(
-    config: RunConfig, data: TokenCounts, tokens_per_second: float, seconds: float, budget: str
-) -> int:
+def affordable_steps(config: RunConfig, data: TokenCounts, tokens_per_second: float, seconds: float) -> int:
     """Return the number of steps that fit into a time, including their evaluations.
 
-    budget: the option that set it, for the error message. Raises UserError if not even one step fits.
+    Raises UserError if not even one step fits.
     """
     per_step = config.batch.tokens_per_step / tokens_per_second
 
@@ -279,7 +277,7 @@ def affordable_steps(
     steps = bisect.bisect_right(range(1, max_steps + 1), seconds * (1 + 1e-9), key=total)
     if steps < 1:
         raise UserError(
-            f"{budget}: {seconds:,.3g} s is too short for one step of {config.batch.tokens_per_step:,} tokens"
+            f"train.max_minutes: {seconds:,.3g} s is too short for one step of {config.batch.tokens_per_step:,} tokens"
             f" ({per_step:,.3g} s at {tokens_per_second:,.0f} tokens/s) with its evaluation"
             f" ({total(1) - per_step:,.3g} s); allow more, or choose a smaller model, batch.tokens_per_step or"
             " train.eval_tokens."

@@ -84,7 +84,7 @@ def main() -> Answer | None:
     if minutes is not None and resolved.sources["train.max_minutes"] == "command line":
         if needs.largest_micro_batch is None:
             raise UserError(f"train.max_minutes: {needs.problem}")
-        steps = affordable_steps(config, data, speed, 60 * minutes, "train.max_minutes")
+        steps = affordable_steps(config, data, speed, 60 * minutes)
         affordable = run_length(config, data, speed, steps, price)
     milestones = milestone_steps(config, data)
     if os.environ.get("RANK", "0") != "0":

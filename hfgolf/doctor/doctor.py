@@ -55,26 +55,26 @@ OFTEN = 4.0
 """Epochs after which a run teaches another one well: 0.11 nats per token after 4.5, benchmarks/learning/distill.py."""
 
 
-def advice(folder: Path, epochs: float | None, settings: Mapping[str, Any]) -> str | None:
+def advice(folder: Path, epochs: float | None) -> str | None:
     """Say what makes a healthy run better whose text is short for it; None if it is not.
 
-    epochs: passes over its text. settings: its config.
+    epochs: passes over its text.
     """
-    is_plain = settings["model.architecture"] == "golf" and not settings["data.mixture"]
-    if not is_plain or settings["train.distill_from"] or epochs is None or epochs < OFTEN:
+    if epochs is None or epochs < OFTEN:
+        return None
+    settings = settings_of(folder)
+    if settings["model.architecture"] != "golf" or settings["data.mixture"] or settings["train.distill_from"]:
         return None
     command = f"{own_command()} train --distill_from {shlex.quote(str(folder))}"
     return f"the text was read {epochs:.1f} times; a model that this one teaches learns more from it: {command}"
 
 
-def examine(folder: Path, settings: Mapping[str, Any] | None = None) -> tuple[list[Finding], Metrics]:
+def examine(folder: Path) -> tuple[list[Finding], Metrics]:
     """Return the findings and the metrics of a run, which may be training, complete or dead.
 
-    settings: from settings_of, if they were read already.
     Raises UserError if the folder does not exist or its metrics.jsonl has neither row nor event.
     """
-    metrics = read_metrics_of(folder)
-    doctor = Doctor(settings_of(folder) if settings is None else settings)
+    metrics, doctor = read_metrics_of(folder), Doctor(settings_of(folder))
     lines = [line for line in in_order(metrics) if line.get("event") != "finding"]
     return [finding for line in lines for finding in doctor.observe(line)], metrics
 

@@ -154,10 +154,10 @@ def test_plan_suggests_a_micro_batch_that_fits():
 
 def test_budget_buys_the_most_steps_it_covers():
     config = config_of()
-    assert affordable_steps(config, TokenCounts(4096), FAST, 10.0, "") == 100
-    assert affordable_steps(config, TokenCounts(4096), FAST, 0.3, "") == 3, "0.3 / 0.1 is less than 3 in binary"
+    assert affordable_steps(config, TokenCounts(4096), FAST, 10.0) == 100
+    assert affordable_steps(config, TokenCounts(4096), FAST, 0.3) == 3, "0.3 / 0.1 is less than 3 in binary"
     for seconds in (1.0, 10.0, 33.3):
-        steps = affordable_steps(config, DATA, FAST, seconds, "")
+        steps = affordable_steps(config, DATA, FAST, seconds)
         lasting = [n / 10 + evaluation_seconds(config, DATA, FAST, n) for n in (steps, steps + 1)]
         assert lasting[0] <= seconds < lasting[1]
 
