@@ -37,12 +37,10 @@ class ScriptParser(argparse.ArgumentParser):
     not be mistaken for abbreviations of its own. has_json: whether --json, which cli.py takes, is among its options.
     """
 
-    def __init__(
-        self, description: str | None, epilog: str | None = None, *, has_json: bool = True, **options: Any
-    ) -> None:
-        options.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+    def __init__(self, description: str | None, epilog: str | None = None, *, has_json: bool = True) -> None:
         text = "\n".join(filter(None, (epilog, "With --json, prints one JSON object instead." if has_json else "")))
-        super().__init__(description=description, epilog=text, allow_abbrev=epilog is None, **options)
+        as_written = argparse.RawDescriptionHelpFormatter
+        super().__init__(description=description, epilog=text, allow_abbrev=epilog is None, formatter_class=as_written)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message.removeprefix('argument ')}.")
