@@ -149,17 +149,10 @@ def test_script_prints_config_options_and_writes_two_files(temporary, tiny_run, 
     assert left == {temporary / "rates.png", temporary / "rates.json"}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--lowest", "100", "--highest", "1e4", "--steps", "20"], "optim.learning_rate: no learning rate from 100 to"),
-        (["--optim.adamw_learning_rate", "1e30"], "train: the loss or the gradient is not finite even at"),
-    ],
-)
-def test_inconclusive_sweep_is_one_line(temporary, tiny_run, monkeypatch, hfgolf, options, message):
+def test_a_config_that_diverges_is_one_line(temporary, tiny_run, monkeypatch, hfgolf):
     monkeypatch.chdir(temporary)
-    status, _, error = hfgolf("find_lr", *tiny_run(), *options)
-    assert (status, error.count("\n")) == (2, 1) and message in error
+    status, _, error = hfgolf("find_lr", *tiny_run(), "--optim.adamw_learning_rate", "1e30")
+    assert (status, error.count("\n")) == (2, 1) and "the loss or the gradient is not finite even at" in error
     assert list(temporary.iterdir()) == []
 
 

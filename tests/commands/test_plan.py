@@ -248,7 +248,8 @@ def test_script_plans_for_a_budget(script, tiny_run):
 def test_script_plans_what_training_would_choose(script, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
     (tmp_path / "my.txt").write_text(" ".join(str(number) for number in range(30_000)))
-    said = script(tmp_path / "my.txt", "--minutes", 0.5, "--model.hidden_size", 64)
+    options = ["--minutes", 0.5, "--model.hidden_size", 64, "--tokenizer.kind", "byte"]
+    said = script(tmp_path / "my.txt", *options)
     assert said.startswith("chosen   3 layers of width 64") and "\nmy: " in said and "budget: 30 s pay for" in said
     for option, value in (("--device", "H100"), ("--tokens_per_second", 9)):
         refused = script(tmp_path / "my.txt", "--minutes", 0.5, option, value, fails=True)

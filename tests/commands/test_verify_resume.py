@@ -22,7 +22,6 @@ import torch
 from accelerate.utils import load
 from safetensors.torch import load_file, save_file
 
-from hfgolf.commands import verify_resume as verify_resume_module
 from hfgolf.commands.evidence import diff_runs, diff_table, evidence, relative_difference, verdict
 from hfgolf.commands.verify_resume import FAULTS, PATTERN, KillPlan, Session, Trainer, own_trainer, verify_resume
 from hfgolf.config.parse import load_config
@@ -189,13 +188,6 @@ def test_every_difference_is_found(shared_run, tmp_path):
 )
 def test_relative_difference(a, b, expected):
     assert relative_difference(a, b) == expected
-
-
-@pytest.mark.parametrize(("is_equal", "status"), [(True, 0), (False, 1)])
-def test_exit_status_is_the_verdict(tiny_run, tmp_path, monkeypatch, hfgolf, is_equal, status):
-    monkeypatch.setattr(verify_resume_module, "verify_resume", lambda *arguments: is_equal)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    assert hfgolf("verify_resume", "--steps", 5, *tiny_run()).status == status
 
 
 def test_launcher_of_several_processes_is_refused(tiny_run, monkeypatch):

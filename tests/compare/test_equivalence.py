@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import re
+from pathlib import Path
 
 import pytest
 
 from hfgolf.compare.comparison import compare_outcomes, to_markdown
 from hfgolf.compare.statistics import equivalence
 
+ROOT = Path(__file__).parents[2]
 ALIKE = [0.0012, -0.0007, 0.0021, 0.0004, -0.0015]
 UNCLEAR = [0.004, 0.001, 0.0065, 0.003]
 APART = [0.02, 0.018, 0.023]
@@ -40,6 +44,16 @@ def test_differences_without_noise(difference, p_value):
     found = equivalence([difference] * 3, 0.005)
     assert found is not None and (found.p_value, found.interval) == (p_value, (difference, difference))
     assert equivalence([difference], 0.005) is equivalence([], 0.005) is None
+
+
+def test_the_figures_that_an_agent_judges_by_are_in_the_json(outcome):
+    runs = {"best": {1: outcome(1, 2.0), 2: outcome(2, 2.1)}, "new": {1: outcome(1, 1.0), 2: outcome(2, 1.2)}}
+    figures = compare_outcomes("page", "", runs, 0.005).figures()
+    text = (ROOT / "examples/autoresearch/program.md").read_text()
+    named = set(re.findall(r"`arms\.new\.([a-z_.]+)`", text))
+    assert len(named) >= 4 and "its `p_value`" in text and "p_value" in figures["arms"]["new"]["difference"]
+    for name in named:
+        assert functools.reduce(dict.__getitem__, name.split("."), figures["arms"]["new"]) is not None
 
 
 def test_page_says_what_is_equivalent_in_words(outcome):

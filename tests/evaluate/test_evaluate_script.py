@@ -19,15 +19,18 @@ def evaluate(hfgolf):
     return partial(hfgolf, "evaluate")
 
 
+def gpt2(folder, tokenizer):
+    """Save a GPT-2, whose forward does not have our arguments, with a tokenizer; return the folder."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 16, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def foreign(tmp_path, tokenizer):
-    """A folder with a GPT-2, whose forward does not have our arguments."""
-    torch.manual_seed(0)
-    GPT2LMHeadModel(
-        GPT2Config(bos_token_id=0, eos_token_id=0, vocab_size=257, n_positions=16, n_embd=16, n_layer=1, n_head=2)
-    ).save_pretrained(tmp_path / "gpt2")
-    tokenizer.save_pretrained(tmp_path / "gpt2")
-    return tmp_path / "gpt2"
+    return gpt2(tmp_path / "gpt2", tokenizer)
 
 
 def test_script_agrees_with_the_run_on_its_validation_text(
@@ -171,14 +174,9 @@ def test_certificate_accompanies_the_score(foreign, texts, tmp_path, evaluate):
 
 def test_tokenizer_that_rewrites_text_gets_no_bits_per_byte(tmp_path, sentencepiece_like, evaluate):
     rewriting = PreTrainedTokenizerFast(tokenizer_object=sentencepiece_like(normalizers.NFKC()), eos_token="</s>")
-    rewriting.save_pretrained(tmp_path / "model")
-    config = GPT2Config(
-        bos_token_id=0, eos_token_id=0, vocab_size=len(rewriting), n_positions=16, n_embd=16, n_layer=1, n_head=2
-    )
-    torch.manual_seed(0)
-    GPT2LMHeadModel(config).save_pretrained(tmp_path / "model")
+    model = gpt2(tmp_path / "model", rewriting)
     (tmp_path / "a.txt").write_text("one \ufb01ne \ufb01sh", encoding="utf-8")
-    arguments = ("--model", tmp_path / "model", "--files", tmp_path / "a.txt")
+    arguments = ("--model", model, "--files", tmp_path / "a.txt")
     score = json.loads(evaluate(*arguments, "--json").out)
     status, printed, error = evaluate(*arguments, "--certificate", tmp_path / "certificate.json")
     assert (status, printed) == (1, "")

@@ -144,14 +144,6 @@ def test_rejection_by_the_hub_is_one_line(exported, hub, status, path):
     assert "\n" not in str(caught.value) and str(status) in str(caught.value)
 
 
-def test_script_exits_with_2_and_one_line(exported, hub, push, hfgolf):
-    hub.fail_with = 403
-    said = push("--format", "golf")
-    assert said.status == 2 and said.err.startswith("error: cannot push") and said.err.count("\n") == 1
-    said = hfgolf("push", "--run", exported, "--repo", "user/name")
-    assert said.status == 2 and said.err.count("\n") == 1 and "no exported model" in said.err
-
-
 def test_failed_push_in_a_run_is_a_warning(exported, hub, caplog):
     hub.fail_with = 500
     pusher = HubPusher("user/name", private=False, format="golf")
@@ -254,8 +246,9 @@ def test_a_branch_and_a_tag_load_by_their_names(exported, hub, hfgolf, tmp_path)
     again = hfgolf("push", *how)
     assert (again.status, len(branch.commits)) == (2, 1)
     assert again.err == "error: --tag: user/name already has the tag v1, so nothing was pushed; use another name.\n"
-    nowhere = hfgolf("push", "--model", exported.parent, "--repo", "user/name")
-    assert nowhere.status == 2 and nowhere.err.startswith("error: --model: there is no exported model in")
+    for where in (["--model", exported.parent], ["--run", exported]):
+        nowhere = hfgolf("push", *where, "--repo", "user/name")
+        assert nowhere.status == 2 and nowhere.err.startswith(f"error: {where[0]}: there is no exported model in")
     set_location(exported / "README.md", "user/other")
     card = (exported / "README.md").read_text()
     assert card.count('from_pretrained("user/other"') == 2 and "revision=" not in card

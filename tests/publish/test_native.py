@@ -267,16 +267,6 @@ def test_every_switch_is_refused_unless_it_is_at_its_default():
             find_architecture(config)
 
 
-def test_a_field_that_is_added_tomorrow_is_refused(monkeypatch):
-    monkeypatch.setitem(MODEL_FIELDS, "new_switch", False)
-    config = GolfConfig(**SHAPE)
-    config.new_switch = False
-    assert find_architecture(config).name == "Apertus"
-    config.new_switch = True
-    with pytest.raises(UserError, match=r"model\.overrides\.new_switch false \(now true\)"):
-        find_architecture(config)
-
-
 NATIVE: dict[str, Any] = {name: value for name, value in SHAPE.items() if not name.endswith("token_id")}
 
 
