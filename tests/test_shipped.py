@@ -32,6 +32,7 @@ SHRUNK = {
     "train.max_tokens": "null",
     "train.max_minutes": "null",
     "train.eval_tokens": 500,
+    "train.sample_tokens": 8,
     "schedule.warmup_steps": 2,
 }
 

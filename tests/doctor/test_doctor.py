@@ -688,3 +688,45 @@ def test_a_last_evaluation_that_takes_as_long_as_the_run_gets_a_budget():
     (finding,) = timed_evaluations([0.5] * 9 + [100.0], last=True)
     assert "on 20,000 validation tokens, took 100 s and the steps 100 s (100%)" in finding.saw
     assert finding.fix == {"train.final_eval_tokens": 1000}
+
+
+def over_budget(sizes: dict[int, float], **settings: Any) -> list[Finding]:
+    """Return the findings on forecasts of these bytes, {step: bytes}."""
+    forecasts = ({"step": step, "train_losses": [1.0], "golf_bytes": size} for step, size in sizes.items())
+    found = diagnose(forecasts, **{"golf__budget_bytes": 100_000, "train__max_steps": 1000} | settings)
+    return [finding for finding in found if finding.symptom == "artifact over budget"]
+
+
+def growing(bytes_per_e_fold: int, steps: Iterable[int] = (50, 100, 150, 200)) -> dict[int, float]:
+    return {step: 80_000 + bytes_per_e_fold * math.log(step / 50) for step in steps}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "settings"),
+    [
+        (growing(5_000), {}),  # 95,000 at the end
+        (growing(50_000, steps=(50, 100)), {}),  # too early to tell
+        (growing(50_000), {"golf__budget_bytes": None}),
+        (dict.fromkeys((50, 100, 150), 104_000), {}),  # within 5 %
+        (growing(15_000), {"train__max_steps": None}),  # only the present is known
+        ({50: 200_000, 100: 170_000, 150: 120_000, 200: 103_000}, {}),  # falling
+    ],
+)
+def test_forecast_within_budget_is_no_finding(sizes, settings):
+    assert over_budget(sizes, **settings) == []
+
+
+def test_expected_final_size_is_reported_once():
+    (finding,) = over_budget(growing(20_000, steps=(50, 100, 150, 200, 250)))
+    assert finding.step == 150
+    assert f"about {80_000 + 20_000 * math.log(20):,.0f} at step 1000; golf.budget_bytes is 100,000" in finding.saw
+
+
+@pytest.mark.parametrize(("width", "heads"), [(256, 4), (48, 12), (16, 8)])
+def test_a_model_over_budget_is_advised_to_be_smaller(width, heads):
+    shape = {"model.hidden_size": width, "model.num_attention_heads": heads}
+    (finding,) = over_budget(dict.fromkeys((50, 100, 150), 400_000), **shape)
+    options = [[f"--{key}={value}" for key, value in (shape | fix).items()] for fix in ({}, finding.fix)]
+    before, after = (load_config([*each, "--train.max_steps=1"]).config.flat() for each in options)
+    assert {key for key in after if after[key] != before[key]} == finding.fix.keys()
+    assert all(after[key] < before[key] for key in finding.fix)
