@@ -197,39 +197,26 @@ def test_weights_that_exist_read_no_segments_unless_it_is_said(tmp_path):
 @pytest.mark.parametrize(
     ("data", "options", "source"),
     [
-        ("files: a.txt", [], "files"),
-        ("files: [a.txt, b.txt]", [], "files"),
-        ("source: python_stdlib", ["--data.files", "a.txt"], "files"),
+        ("{files: a.txt}", [], "files"),
+        ("{files: [a.txt, b.txt]}", [], "files"),
+        ("{source: python_stdlib}", ["--data.files", "a.txt"], "files"),
         ("{source: hub, hub_name: a/b}", ["--data.files", "a.txt"], "files"),
         (
             "{source: shards, files: a.bin, val_files: b.bin}",
             ["--tokenizer.kind", "byte", "--data.files", "c.bin"],
             "shards",
         ),
-        ("source: python_stdlib", ["--data.files=[]"], "python_stdlib"),
-    ],
-)
-def test_files_imply_their_source_but_overrule_none_beside_them(tmp_path, data, options, source):
-    data = data if data.startswith("{") else f"{{{data}}}"
-    (tmp_path / "x.yaml").write_text(f"data: {data}\ntrain: {{max_steps: 1}}")
-    config = load_config(["--config", str(tmp_path / "x.yaml"), *options]).config.data
-    assert config.source == source and all(isinstance(file, str) and len(file) > 1 for file in config.files)
-    with pytest.raises(UserError, match=r"require data.source files or shards, not python_stdlib"):
-        load_config(["a.txt", "--data.source", "python_stdlib"])
-
-
-@pytest.mark.parametrize(
-    ("data", "options", "source"),
-    [
+        ("{source: python_stdlib}", ["--data.files=[]"], "python_stdlib"),
         ("{hub_name: a/b}", [], "hub"),
         ("{files: a.txt}", ["--data.hub_name", "a/b", "--data.files=[]"], "hub"),
         ("{hub_name: a/b}", ["a.txt"], "files"),
         ("{hub_name: a/b}", ["--data.source", "python_stdlib"], "python_stdlib"),
     ],
 )
-def test_a_name_on_the_hub_implies_its_source(tmp_path, data, options, source):
+def test_files_and_a_name_on_the_hub_imply_their_source(tmp_path, data, options, source):
     (tmp_path / "x.yaml").write_text(f"data: {data}\ntrain: {{max_steps: 1}}")
-    assert load_config(["--config", str(tmp_path / "x.yaml"), *options]).config.data.source == source
+    config = load_config(["--config", str(tmp_path / "x.yaml"), *options]).config.data
+    assert config.source == source and all(isinstance(file, str) and len(file) > 1 for file in config.files)
 
 
 @pytest.mark.parametrize("limit", ["--train.max_steps=1", "--minutes=1"])
@@ -248,9 +235,11 @@ def test_minutes_choose_heads_that_go_with_those_of_keys():
     assert model.num_attention_heads == 7 and model.hidden_size % 7 == 0
 
 
-def test_two_names_of_the_text_are_refused():
+def test_names_of_the_text_that_contradict_each_other_are_refused():
     with pytest.raises(UserError, match=r"^data.hub_name and data.files both name the text; state one of them.$"):
         load_config(["a.txt", "--data.hub_name=a/b"])
+    with pytest.raises(UserError, match=r"require data.source files or shards, not python_stdlib"):
+        load_config(["a.txt", "--data.source", "python_stdlib"])
 
 
 @pytest.mark.parametrize("limit", ["--train.max_steps=1", "--minutes=1"])

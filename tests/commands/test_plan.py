@@ -247,6 +247,7 @@ def test_script_plans_for_a_budget(script, tiny_run):
 
 def test_script_plans_what_training_would_choose(script, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("hfgolf.train.autopilot.TIMED_SECONDS", 0.01)
     (tmp_path / "my.txt").write_text(" ".join(str(number) for number in range(30_000)))
     options = ["--minutes", 0.5, "--model.hidden_size", 64, "--tokenizer.kind", "byte"]
     said = script(tmp_path / "my.txt", *options)

@@ -514,12 +514,12 @@ def test_failed_certificate_gives_no_score(trained, corpus_file, tmp_path, hfgol
         ),
     ],
 )
-def test_export_mistakes_are_one_line(trained, hfgolf, options, said, monkeypatch, tmp_path):
+def test_export_mistakes_are_one_line(trained, run_script, options, said, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name in ("one/a.py", "two/a.py", "one/certificate.json", "one/.a.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("print(1)\n")
-    ended = hfgolf("golf export", *(trained if option == "RUN" else option for option in options))
+    ended = run_script("golf_export.py", *(trained if option == "RUN" else option for option in options))
     last = ended.err.strip().splitlines()[-1]
     assert ended.status == 2 and last.startswith("error: ") and said in last
     assert not list(trained.glob(".partial*")), "what an export began is not left behind"
