@@ -79,11 +79,10 @@ def main() -> Answer | None:
 
         quiet_libraries()
         with Signals("before the end; nothing was written"):
-            evaluation = evaluate_tasks(**{name: arguments[name] for name in _FOR_TASKS})
-        written = record(evaluation)
-        if written:
+            model, results, table = evaluate_tasks(**{name: arguments[name] for name in _FOR_TASKS})
+        if written := record(model, results):
             print(f"recorded in {' and '.join(map(str, written))}", file=sys.stderr)
-        return Answer(evaluation.results, evaluation.table)
+        return Answer(results, table)
     del arguments["tasks"]
     if path is not None:
         check_output("--certificate", path, ["json"])

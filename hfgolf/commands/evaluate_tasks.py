@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 import math
-from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,29 +29,19 @@ from hfgolf.system.wording import one_line
 _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True)
-class TaskEvaluation:
-    """The results of each task as they are recorded, {task: {"metrics": {name: value}, ...}}, and lm-eval's table.
-
-    model: the folder that was evaluated, or its name on the Hub.
-    """
-
-    model: str
-    results: dict[str, dict[str, Any]]
-    table: str
-
-
 def evaluate_tasks(
     model: str,
     tasks: list[str],
     batch_size: int | None = None,
     sequence_length: int | None = None,
     mixed_precision: str | None = None,
-) -> TaskEvaluation:
+) -> tuple[str, dict[str, dict[str, Any]], str]:
     """Evaluate a model, by what `find_model` takes, on lm-eval's tasks. Code next to the weights never runs.
 
     tasks: as lm-eval's own command takes them: names, patterns, groups, YAML files. sequence_length: tokens of context;
-    None: the model's own. Raises UserError if lm-eval is missing, or a task can't be loaded.
+    None: the model's own. Returns the folder that was evaluated, or its name on the Hub; the results of each task,
+    {task: {"metrics": {name: value}, ...}}; and lm-eval's table. Raises UserError if lm-eval is missing, or a task
+    can't be loaded.
     """
     if find_spec("lm_eval") is None:
         raise UserError("--tasks: needs the package lm-eval; run `pip install lm-eval`.")
@@ -94,26 +83,26 @@ def evaluate_tasks(
         }
         for task, metrics in found["results"].items()
     }
-    return TaskEvaluation(str(loaded.name_or_path), results, make_table(found))
+    return str(loaded.name_or_path), results, make_table(found)
 
 
-def record(evaluation: TaskEvaluation) -> list[Path]:
+def record(model: str, results: dict[str, dict[str, Any]]) -> list[Path]:
     """Record the results of a model that a run exported: in tasks.json of the run, and in the card of the model.
 
     Results of the same tasks are replaced. Returns the files that were written; none for a model from elsewhere.
     """
-    folder, written = Path(evaluation.model), []
+    folder, written = Path(model), []
     run = RunFolder(folder.resolve().parent)
     if run.config.is_file() and (folder / "config.json").is_file():
         weights = list_files(folder, sorted(folder.glob("*.safetensors")))
-        new = {task: {"model": folder.name, **found, "weights": weights} for task, found in evaluation.results.items()}
+        new = {task: {"model": folder.name, **found, "weights": weights} for task, found in results.items()}
         write_text(run.tasks, json.dumps(read_json(run.tasks) | new, indent=1))
         written.append(run.tasks)
     metrics = {  # without standard errors, and without the name of lm-eval's filter if there is none
         task: {name.removesuffix(",none"): value for name, value in found["metrics"].items() if "_stderr" not in name}
-        for task, found in evaluation.results.items()
+        for task, found in results.items()
     }
-    shots = {task: found["num_fewshot"] for task, found in evaluation.results.items()}
+    shots = {task: found["num_fewshot"] for task, found in results.items()}
     if add_task_results(folder / "README.md", metrics, shots, f"lm-eval {version('lm-eval')}"):
         written.append(folder / "README.md")
     return written
