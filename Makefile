@@ -93,7 +93,6 @@ check: setup
 	$(VENV)/bin/ruff check .
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/mypy
-	$(VENV)/bin/mypy --config-file tests/mypy.ini
 
 image:
 	docker build --build-arg COMMIT=$$(git describe --always --dirty --abbrev=40 --exclude='*') -t hfgolf .

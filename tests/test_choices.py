@@ -44,7 +44,7 @@ UNKNOWN = "unheard-of"
 
 def scheduled(key: str) -> Callable[[str], Any]:
     def outcome(name: str) -> Any:
-        schedule = ScheduleSection(**{"name": "wsd", "floor": 0.1, "warmup_steps": 2} | {key: name})  # type: ignore[arg-type]
+        schedule = ScheduleSection(**{"name": "wsd", "floor": 0.1, "warmup_steps": 2} | {key: name})
         both = (learning_rate_multiplier, weight_decay_multiplier)
         return [multiplier(step, 20, schedule) for step in range(20) for multiplier in both]
 
@@ -73,13 +73,13 @@ def of_model(field: str) -> Callable[[Any], Any]:
 
 def rules(name: str) -> Any:
     model = GolfForCausalLM(GolfConfig(vocab_size=31, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-    optimizer = build_optimizer(model.named_parameters(), OptimSection(name=name), {})  # type: ignore[arg-type]
+    optimizer = build_optimizer(model.named_parameters(), OptimSection(name=name), {})
     optimizer.create_state()
     return [group["rule"] for group in optimizer.param_groups]
 
 
 def tokenizer(kind: str) -> Any:
-    config = TokenizerSection(kind=kind, name_or_path="nowhere/at-all", vocab_size=258)  # type: ignore[arg-type]
+    config = TokenizerSection(kind=kind, name_or_path="nowhere/at-all", vocab_size=258)
     pieces = Dataset.from_dict({"text": ["ab ä"] * 9})
     with TemporaryDirectory() as folder:
         try:

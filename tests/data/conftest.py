@@ -35,6 +35,6 @@ def files_config(tmp_path: Path) -> Callable[..., DataSection]:
 
     def build(*files: str, **settings: object) -> DataSection:
         settings = {"cache_dir": str(tmp_path / "cache"), **settings}
-        return DataSection(source="files", files=list(files), **settings)  # type: ignore[arg-type]
+        return DataSection(source="files", files=list(files), **settings)
 
     return build

@@ -31,7 +31,7 @@ KINDS = ["bpe", "byte", "char"]
 
 def build(kind: str, folder: Path, text: str = TEXT, vocab_size: int = 300) -> PreTrainedTokenizerFast:
     pieces = Dataset.from_dict({"text": [text[i : i + 5000] for i in range(0, len(text), 5000)]})
-    config = TokenizerSection(kind=kind, vocab_size=vocab_size)  # type: ignore[arg-type]
+    config = TokenizerSection(kind=kind, vocab_size=vocab_size)
     folder.mkdir(exist_ok=True)
     return build_tokenizer(config, {"text": text}, lambda: pieces, folder)
 

@@ -124,7 +124,7 @@ def test_q8_0_is_what_llama_cpp_itself_makes_of_f32(tmp_path):
 def trained(kind: str, folder: Path) -> PreTrainedTokenizerFast:
     """Return a tokenizer of hfgolf's, or one with the pre-tokenizer of another model."""
     if kind in ("byte", "char", "bpe"):
-        config = TokenizerSection(kind=kind, vocab_size=600)  # type: ignore[arg-type]
+        config = TokenizerSection(kind=kind, vocab_size=600)
         return build_tokenizer(config, {}, lambda: Dataset.from_dict({"text": [TEXT]}), folder)
     split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=kind == "SmolLM")
     first: Any = pre_tokenizers.Digits(individual_digits=True)

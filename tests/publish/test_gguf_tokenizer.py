@@ -20,7 +20,7 @@ from hfgolf.system.errors import UserError
 
 
 def trained(kind: str, folder: Path, text: str, **options: bool) -> PreTrainedTokenizerFast:
-    config = TokenizerSection(kind=kind, vocab_size=262, **options)  # type: ignore[arg-type]
+    config = TokenizerSection(kind=kind, vocab_size=262, **options)
     return build_tokenizer(config, {}, lambda: Dataset.from_dict({"text": [text * 99]}), folder)
 
 

@@ -110,7 +110,7 @@ def _train_and_tell(resolved: ResolvedConfig, answers: Any, fault: Callable[[Pat
     """Train with a disk that fails from step 5 to step 8; send the log, and the files at step 8."""
     said: list[str] = []
     handler = logging.Handler()
-    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: said.append(record.getMessage())
     logging.getLogger("hfgolf").addHandler(handler)
     logging.getLogger("hfgolf").setLevel(logging.INFO)
     mend: list[Callable[[], None]] = []
