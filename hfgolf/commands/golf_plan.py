@@ -43,8 +43,6 @@ def main() -> Answer:
         help="vocabularies to consider, and the bytes of your text per token, such as 257=1 4096=3.27; see"
         " benchmarks/vocabulary_study.py (default: those of English web text)",
     )
-    parser.add_argument("--code_bytes", **bounded_bytes(0, 10**9, "of the packed program", CODE_BYTES))
-    parser.add_argument("--count", **bounded(1, 1000, "shapes to print", 10))
     arguments = parser.parse_args()
     vocabularies = _parse_vocabularies(arguments.bytes_per_token) if arguments.bytes_per_token else BYTES_PER_TOKEN
     speed = None
@@ -63,9 +61,7 @@ def main() -> Answer:
 
     def best(more_bytes: float, more_training: float) -> list[Candidate]:
         num_bytes = int(more_bytes * arguments.budget_bytes)
-        return best_shapes(
-            num_bytes, arguments.code_bytes, lambda shape: more_training * tokens(shape), vocabularies, arguments.count
-        )
+        return best_shapes(num_bytes, lambda shape: more_training * tokens(shape), vocabularies)
 
     found = best(1.0, 1.0)
     gains = [found[0].bits_per_byte - more[0].bits_per_byte for more in (best(1.1, 1.0), best(1.0, 1.1))]
@@ -214,13 +210,13 @@ class Candidate:
     gap: float
 
 
-def bits_for(shape: Shape, num_bytes: int, code_bytes: int) -> tuple[float, float, dict[str, int]] | None:
+def bits_for(shape: Shape, num_bytes: int) -> tuple[float, float, dict[str, int]] | None:
     """Return (bits per weight of the blocks, of the embedding, {part: bytes}) that fill a budget; None if too few.
 
     No weight gets more than 8 bits: beyond that rounding costs nothing.
     """
     rows = int(ROW_BYTES * shape.rows) + TABLE_BYTES
-    other = {"code": code_bytes, "vectors": 2 * shape.vectors, "rows and tables": rows}
+    other = {"code": CODE_BYTES, "vectors": 2 * shape.vectors, "rows and tables": rows}
     left = 8 * (num_bytes - sum(other.values()))
     bits = (left - EMBEDDING_BITS * shape.embedding) / (shape.embedding + shape.blocks)
     if bits < MIN_BITS:
@@ -232,26 +228,22 @@ def bits_for(shape: Shape, num_bytes: int, code_bytes: int) -> tuple[float, floa
 
 
 def best_shapes(
-    num_bytes: int,
-    code_bytes: int,
-    tokens_of: Callable[[Shape], float],
-    bytes_per_token: Mapping[int, float],
-    count: int = 10,
+    num_bytes: int, tokens_of: Callable[[Shape], float], bytes_per_token: Mapping[int, float]
 ) -> list[Candidate]:
-    """Return the candidates with the lowest predicted bits per byte, best first.
+    """Return the ten candidates with the lowest predicted bits per byte, best first.
 
     tokens_of: the tokens that the training of a shape reads. Raises UserError if no shape fits the bytes.
     """
     found = []
     for shape in shapes(sorted(bytes_per_token)):
-        if (filled := bits_for(shape, num_bytes, code_bytes)) is None:
+        if (filled := bits_for(shape, num_bytes)) is None:
             continue
         tokens, gap = tokens_of(shape), rounding_loss(filled[0])
         nats = predicted_loss(shape.blocks, tokens * bytes_per_token[shape.vocab_size]) + gap
         found.append(Candidate(shape, *filled, tokens, nats / math.log(2), gap / math.log(2)))
     if not found:
         raise UserError(
-            f"--budget_bytes: {num_bytes:,} bytes are too few for any shape after {code_bytes:,} bytes"
+            f"--budget_bytes: {num_bytes:,} bytes are too few for any shape after {CODE_BYTES:,} bytes"
             " of code; allow more."
         )
-    return sorted(found, key=lambda candidate: candidate.bits_per_byte)[:count]
+    return sorted(found, key=lambda candidate: candidate.bits_per_byte)[:10]

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from hfgolf.commands.options import Answer, ScriptParser, bounded, bounded_bytes
+from hfgolf.commands.options import Answer, ScriptParser, bounded
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.record import read_json
 from hfgolf.system.errors import UserError
@@ -25,21 +25,17 @@ _MOST_SEEDS = 1000
 
 def main() -> Answer:
     parser = ScriptParser(__doc__)
-    own = parser.add_mutually_exclusive_group(required=True)
-    own.add_argument(
+    parser.add_argument(
         "--runs",
         nargs="+",
         type=Path,
+        required=True,
         help="folders of runs, or JSON files that score.py or `hfgolf evaluate --json` printed",
     )
-    own.add_argument("--scores", nargs="+", **bounded(0.0, 100.0, "bits per byte of each seed"))
     known = parser.add_mutually_exclusive_group(required=True)
     known.add_argument("--reference", **bounded(0.0, 100.0, "bits per byte to beat, one number"))
     known.add_argument("--reference_runs", nargs="+", type=Path, help="the runs to beat")
-    known.add_argument("--reference_scores", nargs="+", **bounded(0.0, 100.0, "bits per byte of their seeds"))
     parser.add_argument("--margin_nats", **bounded(0.0, 10.0, "nats per token to beat the reference by", 0.005))
-    parser.add_argument("--tokens", **bounded(1, 10**15, "scored tokens, for --scores"))
-    parser.add_argument("--bytes", **bounded_bytes(1, 10**15, "of the scored text, for --scores"))
     parser.add_argument("--significance", **bounded(1e-9, 0.5, "the p-value to be below", 0.01))
     parser.add_argument(
         "--leave_out",
@@ -49,28 +45,17 @@ def main() -> Answer:
         help="a run that does not count, and why; both are printed. All other runs count",
     )
     arguments = parser.parse_args()
-    if (arguments.tokens is None) != (arguments.bytes is None) or (arguments.runs and arguments.tokens):
-        parser.error("--tokens and --bytes go together, with --scores; runs say how much text was scored")
-
-    def scores(option: str, paths: list[Path] | None, numbers: list[float]) -> list[Score]:
-        if paths:
-            return read_scores(option, paths)
-        return [Score(f"seed {n}", bits) for n, bits in enumerate(numbers, start=1)]
-
     left_out = {}
     for text in arguments.leave_out:
         name, _, reason = text.partition("=")
         if not reason.strip():
             raise UserError(f"--leave_out: {text!r} has no reason; write it as RUN=REASON.")
         left_out[name] = reason
-    figures = judge(
-        scores("--runs", arguments.runs, arguments.scores),
-        scores("--reference_runs", arguments.reference_runs, arguments.reference_scores or [arguments.reference]),
-        margin_nats=arguments.margin_nats,
-        significance=arguments.significance,
-        tokens_per_byte=arguments.tokens / arguments.bytes if arguments.tokens else None,
-        left_out=left_out,
-    )
+    scores, references = read_scores("--runs", arguments.runs), [Score("seed 1", arguments.reference)]
+    if arguments.reference_runs:
+        references = read_scores("--reference_runs", arguments.reference_runs)
+    margin, significance = arguments.margin_nats, arguments.significance
+    figures = judge(scores, references, margin_nats=margin, significance=significance, left_out=left_out)
     return Answer(figures, _table(figures), status=int(not figures["holds"]))
 
 
@@ -131,46 +116,36 @@ def judge(
     *,
     margin_nats: float,
     significance: float,
-    tokens_per_byte: float | None = None,
-    left_out: Mapping[str, str] | None = None,
+    left_out: Mapping[str, str],
 ) -> dict[str, Any]:
     """Judge whether runs beat a reference by margin_nats nats per token; return the figures that --json prints.
 
-    All scores enter but those left out. tokens_per_byte: of the scored text, if the scores don't say it. left_out:
-    {name: reason}. Differences are in bits per byte and, if tokens_per_byte is known, in nats per token.
+    scores: of one text, whose tokens and bytes they know. All enter but those left out. left_out: {name: reason}.
+    Differences are in bits per byte and in nats per token.
 
-    Raises UserError if a score to leave out does not exist, scores are of different texts, or the margin can't be
-    converted to bits per byte.
+    Raises UserError if a score to leave out does not exist, or scores are of different texts.
     """
-    left_out = dict(left_out or {})
     for name in left_out.keys() - {score.name for score in scores}:
         raise UserError(f"--leave_out: there is no run {name}; the runs are {', '.join(s.name for s in scores)}.")
-    texts = {(score.num_tokens, score.num_bytes) for score in scores if score.num_tokens and score.num_bytes}
+    texts = {(score.num_tokens, score.num_bytes) for score in scores}
     if len(texts) > 1:
         each = " and ".join(sorted(f"{tokens:,} tokens of {num_bytes:,} bytes" for tokens, num_bytes in texts))
         raise UserError(f"--runs: the runs were scored on different texts ({each}); evaluate them on one text.")
-    for num_tokens, num_bytes in texts:
-        tokens_per_byte = num_tokens / num_bytes
-        if {score.num_bytes for score in references} - {num_bytes, None}:
-            raise UserError("--reference_runs: they were scored on another text; evaluate all runs on one text.")
-    if tokens_per_byte is None and margin_nats:
-        raise UserError(
-            "--margin_nats: nats per token are bits per byte only with --tokens and --bytes of the scored text;"
-            " give them, or --margin_nats 0."
-        )
+    ((num_tokens, num_bytes),) = texts
+    assert num_tokens and num_bytes, "runs and files say them"
+    if {score.num_bytes for score in references} - {num_bytes, None}:
+        raise UserError("--reference_runs: they were scored on another text; evaluate all runs on one text.")
+    nats_per_bit = math.log(2) * num_bytes / num_tokens  # of a token, for a bit per byte
     counted = [score for score in scores if score.name not in left_out]
     test = welch_test(
         [score.bits_per_byte for score in counted],
         [score.bits_per_byte for score in references],
-        margin_nats / math.log(2) * (tokens_per_byte or 0.0),
+        margin_nats / nats_per_bit,
         significance,
     )
 
-    def in_nats(bits: float | None) -> float | None:
-        return bits * math.log(2) / tokens_per_byte if tokens_per_byte and bits is not None else None
-
     def with_nats(score: Score) -> dict[str, Any]:
-        return asdict(score) | {"nats_per_token": in_nats(score.bits_per_byte)}
+        return asdict(score) | {"nats_per_token": nats_per_bit * score.bits_per_byte}
 
     in_bits = {name: test.pop(name) for name in ("mean", "sd", "reference", "reference_sd", "margin", "lead")}
     return {
@@ -179,7 +154,7 @@ def judge(
         "references": [with_nats(score) for score in references],
         "left_out": left_out,
         "bits_per_byte": in_bits,
-        "nats_per_token": {name: in_nats(value) for name, value in in_bits.items()},
+        "nats_per_token": {name: bits and nats_per_bit * bits for name, bits in in_bits.items()},
         "significance": significance,
         **test,
     }
@@ -188,8 +163,8 @@ def judge(
 def _table(figures: Mapping[str, Any]) -> str:
     """Return the figures for a person, with the verdict in the last line."""
 
-    def row(name: str, nats: float | None, bits: float, *more: str) -> str:
-        cells = ["-" if nats is None else f"{nats:.5f}", f"{bits:.5f}", *more]
+    def row(name: str, nats: float, bits: float, *more: str) -> str:
+        cells = [f"{nats:.5f}", f"{bits:.5f}", *more]
         return f"{name:<24}" + "".join(f"{cell:>{width}}" for cell, width in zip(cells, (12, 15, 13, 12), strict=False))
 
     lines = [f"{'run':<24}{'nats/token':>12}{'bits per byte':>15}{'bytes':>13}{'time':>12}"]

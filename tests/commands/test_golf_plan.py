@@ -46,7 +46,7 @@ def test_every_shape_can_be_built():
 
 def test_bits_fill_the_budget():
     for shape, num_bytes in itertools.product(SHAPES, (60_000, 500_000, 2_000_000, 16_000_000)):
-        filled = bits_for(shape, num_bytes, 10_000)
+        filled = bits_for(shape, num_bytes)
         if filled is None:
             assert num_bytes < (shape.embedding + shape.blocks) * 1.5 / 8 + shape.embedding * 1.1 / 8 + 60_000
             continue
@@ -56,7 +56,7 @@ def test_bits_fill_the_budget():
         if embedding_bits < 8:
             assert sum(parts.values()) > num_bytes - 4
     small = Shape(4096, 256, 5, 4, 4, 4)  # configs/small.yaml: 2,000,000 bytes are 3.2 bits per weight
-    filled = bits_for(small, 2_000_000, 10_000)
+    filled = bits_for(small, 2_000_000)
     assert filled is not None and small.embedding + small.blocks == 4_980_736
     bits, embedding_bits, _ = filled
     mean = (bits * small.blocks + embedding_bits * small.embedding) / 4_980_736
@@ -68,7 +68,7 @@ def test_best_shapes_balance_bytes_and_training():
         def tokens_of(shape: Shape) -> float:
             return 60 * minutes * 1e11 / shape.flops_per_token(256)
 
-        found = best_shapes(num_bytes, 10_000, tokens_of, {257: 1.0, 1024: 2.4})
+        found = best_shapes(num_bytes, tokens_of, {257: 1.0, 1024: 2.4})
         scores = [candidate.bits_per_byte for candidate in found]
         assert scores == sorted(scores) and len(found) == 10
         first = found[0]
@@ -80,7 +80,7 @@ def test_best_shapes_balance_bytes_and_training():
     assert few_bytes.parameters < more_bytes.parameters
     assert best(1_000_000, 0.1).blocks < more_bytes.blocks
     with pytest.raises(UserError, match="too few for any shape"):
-        best_shapes(11_000, 10_000, lambda shape: 1e6, {257: 1.0})
+        best_shapes(11_000, lambda shape: 1e6, {257: 1.0})
 
 
 # Runs of configs/shakespeare_char.yaml without dropout and averages, decay 0.1: (weights in the blocks, characters of
@@ -112,7 +112,7 @@ def test_assumptions_rank_models_as_measured():
     for num_bytes, best_first in ((60_000, "BAC"), (150_000, "DCB")):
         found = {}
         for name in best_first:
-            filled = bits_for(four[name], num_bytes, 7_500)
+            filled = bits_for(four[name], num_bytes)
             assert filled is not None
             found[name] = predicted_loss(four[name].blocks, 4_096_000) + rounding_loss(filled[0])
         assert sorted(found, key=found.__getitem__) == [*best_first]
