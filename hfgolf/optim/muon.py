@@ -67,7 +67,7 @@ def update_scale(rule: str, rows: int, cols: int) -> float:
 
 
 class Muon(torch.optim.Optimizer):
-    """Update each group by its "rule": muon, adamw or sgd, all with decoupled weight decay.
+    """Update each group by its "rule": muon, adamw or sgd, all with decoupled weight decay; momentum is Nesterov's.
 
     A muon group holds weights of two or more dimensions, (out, ...), flattened to (out, rest). Its "splits" hold one
     entry per weight: the row counts of the matrices fused in it (q, k, v), or None for a single matrix. Each matrix is
@@ -111,7 +111,6 @@ class Muon(torch.optim.Optimizer):
         lr: float = 0.02,
         weight_decay: float = 0.0,
         momentum: float = 0.95,
-        nesterov: bool = True,
         newton_schulz_steps: int = 5,
         newton_schulz_coefficients: str = "polar_express",
         newton_schulz_dtype: str = "auto",
@@ -133,7 +132,6 @@ class Muon(torch.optim.Optimizer):
                 "lr": lr,
                 "weight_decay": weight_decay,
                 "momentum": momentum,
-                "nesterov": nesterov,
                 "newton_schulz_steps": newton_schulz_steps,
                 "newton_schulz_coefficients": newton_schulz_coefficients,
                 "newton_schulz_dtype": newton_schulz_dtype,
@@ -329,13 +327,11 @@ def _muon(
     if group["weight_decay"]:
         torch._foreach_mul_(local_shards(params), 1 - group["lr"] * group["weight_decay"])
     if not any(is_sharded(param) for param in params):
-        sources = (grads, buffers) if group["nesterov"] else (buffers, [])
-        _add_orthogonal(params, *sources, mean_squares, group, splits, process_group)
+        _add_orthogonal(params, grads, buffers, mean_squares, group, splits, process_group)
         return
 
-    if group["nesterov"]:
-        buffers = [torch.lerp(grad, buffer, group["momentum"]) for grad, buffer in zip(grads, buffers, strict=True)]
-    directions = [full_tensor(buffer) for buffer in buffers]
+    pairs = zip(grads, buffers, strict=True)
+    directions = [full_tensor(torch.lerp(grad, buffer, group["momentum"])) for grad, buffer in pairs]
     updates = [torch.zeros_like(direction) for direction in directions]
     full_mean_squares = [full_tensor(mean_square) for mean_square in mean_squares]
     _add_orthogonal(updates, directions, [], full_mean_squares, group, splits, process_group)
@@ -453,7 +449,7 @@ def _sgd(params: list[Tensor], grads: list[Tensor], states: list[State], group: 
         momentum=group["momentum"],
         lr=group["lr"],
         dampening=0.0,
-        nesterov=group["nesterov"],
+        nesterov=True,
         maximize=False,
     )
 

@@ -24,7 +24,7 @@ SHAPES = [(30, 10), (8, 24), (24, 8), (10, 10), (10, 10), (8, 24), (10, 10), (8,
 REPLICATED = {
     "bf16": {"newton_schulz_dtype": "bf16"},
     "fp32": {"newton_schulz_dtype": "fp32"},
-    "all options": {"normuon_beta2": 0.9, "row_equilibration": True, "cautious_weight_decay": True, "nesterov": False},
+    "all options": {"normuon_beta2": 0.9, "row_equilibration": True, "cautious_weight_decay": True},
 }
 SHARDED = {
     "muon": OptimSection(newton_schulz_dtype="fp32"),
