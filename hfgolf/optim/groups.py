@@ -74,28 +74,21 @@ def parameter_groups(
     "initial_lr" and "initial_weight_decay" are the peaks that the schedule multiplies. Muon takes weights of two
     dimensions; a stack of matrices is a group of its own, which follows AdamW.
 
-    fused: maps the name (or pattern) of a weight that stacks several matrices to the row count of each. Muon
-    orthogonalizes them separately. kinds: the kind of each parameter by name; None: the
-    rows of PATTERNS. in_out: the names of matrices that are stored as (in, out); they are a group of their own.
+    fused: maps the name of a weight that stacks several matrices to the row count of each. Muon orthogonalizes them
+    separately. kinds: the kind of each parameter by name; None: the rows of PATTERNS. in_out: the names of matrices
+    that are stored as (in, out); they are a group of their own.
 
-    Raises UserError if a parameter does not have exactly one kind, or a key of fused matches no parameter.
+    Raises UserError if a parameter does not have exactly one kind.
     """
-    parameters = list(named_parameters)
-    splits: dict[str, tuple[int, ...]] = {}
-    for pattern, rows in fused.items():
-        matching = [name for name, _ in parameters if fnmatchcase(name, pattern)]
-        if not matching:
-            raise UserError(f"fused weight {pattern} matches no parameter of the model; name one that exists")
-        splits |= dict.fromkeys(matching, tuple(rows))
     members: dict[tuple[str, bool, bool], list[tuple[str, Tensor]]] = {}
-    for name, parameter in parameters:
+    for name, parameter in named_parameters:
         kind = parameter_kind(name) if kinds is None else kinds[name]
         if not parameter.requires_grad:
             continue
         is_stack = kind == "matrix" and parameter.ndim > 2
         members.setdefault((kind, is_stack, name in in_out), []).append((name, parameter))
     ordered = sorted(members, key=lambda key: (KINDS.index(key[0]), *key[1:]))
-    return [_group(*key, members[key], optim, splits) for key in ordered]
+    return [_group(*key, members[key], optim, fused) for key in ordered]
 
 
 def _group(
@@ -104,7 +97,7 @@ def _group(
     in_out: bool,
     members: list[tuple[str, Tensor]],
     optim: OptimSection,
-    splits: Mapping[str, tuple[int, ...]],
+    fused: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Any]:
     rule = optim.name if (kind == "matrix" and not is_stack) or optim.name != "muon" else "adamw"
     learning_rate = optim.adamw_learning_rate if rule != optim.name else optim.learning_rate
@@ -123,7 +116,7 @@ def _group(
         "initial_lr": learning_rate,
         "weight_decay": weight_decay,
         "initial_weight_decay": weight_decay,
-        "splits": [splits.get(name) for name, _ in members],
+        "splits": [fused.get(name) for name, _ in members],
         "in_out": in_out,
     }
 
