@@ -117,9 +117,9 @@ def encode_model(model: GolfForCausalLM) -> bytes:
     return data
 
 
-def measured_model(std: float, rows: int, seed: int = 0) -> tuple[GolfForCausalLM, dict[str, Curvature]]:
+def measured_model(std: float, rows: int) -> tuple[GolfForCausalLM, dict[str, Curvature]]:
     """Return a model with random weights, and its curvature on some rows of 32 random tokens."""
-    torch.manual_seed(seed)
+    torch.manual_seed(0)
     shape: dict[str, Any] = {"vocab_size": 96, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
     model = GolfForCausalLM(GolfConfig(**shape, max_position_embeddings=32)).eval()
     for parameter in model.parameters():

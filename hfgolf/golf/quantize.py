@@ -139,8 +139,6 @@ def allocate(
             row_steps = row_rms
         elif allocation == "uniform":
             row_steps = np.ones(len(weight))
-        elif allocation != "curvature":
-            raise ValueError(f"allocation is {allocation!r}; it must be curvature, sdclip or uniform")
         # Codes are eighths of an octave. Rows that share a step, such as those of tokens that never occur, are spread
         # over one eighth; else all of them would change their code at the same D, and the size would jump there.
         spread = (rows_before + np.arange(len(weight))) * _GOLDEN % 1 - 0.5
@@ -212,8 +210,6 @@ def plan_steps(
     nearest = allocate(weights, allocation, curvature, None, column_steps)
     if method == "nearest":
         return nearest, None
-    if method != "gptq":
-        raise ValueError(f"method is {method!r}; it must be gptq or nearest")
     noise = lost_share(nearest, scale_for_bytes(nearest, available_bytes))
     feedback = {name: _feedback(curvature[name], _DAMPING + noise) for name in weights}
     return allocate(weights, allocation, curvature, feedback, column_steps), feedback
@@ -247,15 +243,13 @@ class QuantizedModel:
     """The matrices of a model on their grids, and how they were chosen.
 
     scale: D, see the module. sdclip_k: the k of SDClip at 6 bits that gives the same mean step relative to the rows.
-    size_bytes: everything, overhead included. codings: (D, size_bytes) of each real coding, in order. findings: what
-    the user should know, one sentence each.
+    size_bytes: everything, overhead included. findings: what the user should know, one sentence each.
     """
 
     tensors: dict[str, Quantized]
     scale: float
     sdclip_k: float
     size_bytes: int
-    codings: list[tuple[float, int]] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
 
 
@@ -327,7 +321,7 @@ def quantize_model(
                 f" {size:,} bytes; raise the budget to that at least, or train a smaller model."
             )
         if size <= budget_bytes and (best is None or size > best.size_bytes):
-            best = QuantizedModel(tensors, scale, SDCLIP_LEVELS * scale * mean_relative_step(plan), size, codings)
+            best = QuantizedModel(tensors, scale, SDCLIP_LEVELS * scale * mean_relative_step(plan), size)
         enough = budget_bytes * (_CLOSE if coding + 1 < _FIRST_CODINGS else _LOWEST)
         if best is not None and (best.size_bytes >= enough or best.scale == finest):
             break
@@ -368,7 +362,7 @@ def _kept(
     }
     scale, free = mean_relative_step(steps), budget_bytes - size
     note = f"The matrices are on a grid already (golf.qat_fraction), so they are kept; {free:,} bytes stay free."
-    return QuantizedModel(tensors, scale, SDCLIP_LEVELS * scale, size, [(scale, size)], [note])
+    return QuantizedModel(tensors, scale, SDCLIP_LEVELS * scale, size, [note])
 
 
 def _next_scale(

@@ -44,24 +44,6 @@ def test_gptq_equals_the_direct_implementation(rows, columns, has_columns):
     np.testing.assert_array_equal(rounded.integers, expected)
 
 
-def test_gptq_beats_nearest_rounding_on_correlated_inputs():
-    generator = np.random.default_rng(0)
-    ratios = []
-    for _ in range(100):
-        hessian = correlated(generator, 24)
-        weight = generator.standard_normal((12, 24)).astype(np.float32)
-        codes = row_codes_of(np.full(12, 0.5))
-        losses = []
-        for rounded in (
-            round_with_feedback(weight, codes, None, error_feedback(hessian, 0.01)),
-            round_nearest(weight, codes),
-        ):
-            error = rounded.dequantized().astype(np.float64) - weight
-            losses.append(np.trace(error @ hessian @ error.T))
-        ratios.append(losses[0] / losses[1])
-    assert np.mean(ratios) < 0.5
-
-
 def test_uncorrelated_inputs_make_gptq_round_to_nearest():
     weight = np.random.default_rng(1).standard_normal((9, 200)).astype(np.float32)
     codes = row_codes_of(np.full(9, 0.3))

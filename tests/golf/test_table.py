@@ -44,12 +44,6 @@ def test_figures_of_one_matrix():
     }
 
 
-def test_first_row_is_where_bytes_are_best_spent(parts):
-    rows = table(*parts)
-    assert [row["name"] for row in rows] == NAMES[::-1]
-    assert sum(row["share_of_bytes"] for row in rows) == pytest.approx(1)
-
-
 def test_table_prints_a_line_for_each_kind_and_all_rows_as_data(parts):
     rows = table(*parts)
     data = json.loads(json.dumps(table_data(rows)))
