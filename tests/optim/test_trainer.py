@@ -184,8 +184,6 @@ def test_a_wrong_setting_ends_at_once(settings, said, tmp_path):
     [
         ("DEEPSPEED", "DEEPSPEED"),
         ("FSDP", "FSDP1"),
-        ("MEGATRON_LM", "MEGATRON_LM"),
-        ("XLA", "XLA"),
         ("NO", "a model that was sharded before"),
     ],
 )
