@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from functools import cache
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from tokenizers import Tokenizer
 
 from hfgolf.data.case_operators import add_case_operators
 from hfgolf.evaluate.windows import plan_windows
-from hfgolf.golf import archive, artifact, exact
+from hfgolf.golf import archive, artifact, exact, program
 from hfgolf.golf.archive import Guard, choose_lanes, encode_tokens
 from hfgolf.golf.decoder import read_sections
 from hfgolf.golf.exact import Exact, Window, cumulated, fixed, load_exact, spans
@@ -33,6 +34,12 @@ EXACT_MODELS["learned"] = {"position_embedding": "learned", "use_bias": True, "a
 TEXT = "Él said: «To be, or not to be» 🙂\r\n\tthat is the question.\n" * 8
 
 
+@pytest.fixture(autouse=True)
+def few_windows_per_pass(monkeypatch):
+    """A pass is padded to as many windows as it may have: of these models more than a thousand."""
+    monkeypatch.setattr(program, "LOGITS_PER_BATCH", 2**13)
+
+
 def random(*shape):
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
 
@@ -44,11 +51,15 @@ def network_of(**changes):
     return model, load_model(data, model.config.to_dict())[1], data
 
 
+@cache
+def artifact_with(**changes):
+    return encode_model(build_model(vocab_size=257, eos_token_id=256, **changes))
+
+
 @pytest.fixture
 def folder(tmp_path, tokenizer):
     """Return what an archive reads of an export, with a byte tokenizer."""
-    model = build_model(vocab_size=257, eos_token_id=256)
-    (tmp_path / ARTIFACT).write_bytes(encode_model(model))
+    (tmp_path / ARTIFACT).write_bytes(artifact_with())
     (tmp_path / TOKENIZER).write_bytes(lzma.compress(tokenizer.backend_tokenizer.to_str().encode()))
     (tmp_path / "text.txt").write_bytes(TEXT.encode())
     return tmp_path
@@ -164,20 +175,20 @@ def test_the_program_of_an_archive_decodes_what_was_coded_within_half_a_percent(
     ideal_bytes = archive._bits(network, streams) / 8
     stream = encode_tokens(network, ids, count)
     assert ideal_bytes - 1 < len(stream) < 1.005 * ideal_bytes
-    program: dict = {"__name__": "archive"}
+    packed: dict = {"__name__": "archive"}
     source = lzma.decompress(packed_restore(model.config)).decode()
-    exec(compile(source, "restore", "exec", dont_inherit=True), program)
+    exec(compile(source, "restore", "exec", dont_inherit=True), packed)
     vocabulary = lzma.compress(np.ones(97, "<u2").tobytes() + bytes(range(97)))
     sections = [data, vocabulary, stream]
     monkeypatch.setattr(sys, "argv", ["archive", str(tmp_path / "text")])
     arguments = (0, count, lanes, hashlib.sha256(text).hexdigest())
-    program["restore"](b"".join(sections), tuple(map(len, sections)), *arguments)
+    packed["restore"](b"".join(sections), tuple(map(len, sections)), *arguments)
     assert (tmp_path / "text").read_bytes() == text
     spoiled = bytearray(stream)
     spoiled[100] ^= 1
     monkeypatch.setattr(sys, "argv", ["archive", str(tmp_path / "spoiled")])
     with pytest.raises(SystemExit, match=r"^error: archive: [^\n]*$"):
-        program["restore"](data + vocabulary + spoiled, tuple(map(len, sections)), *arguments)
+        packed["restore"](data + vocabulary + spoiled, tuple(map(len, sections)), *arguments)
     assert not (tmp_path / "spoiled").exists()
 
 
@@ -208,22 +219,19 @@ def test_an_archive_is_one_file_that_writes_its_text_without_hfgolf(folder, hfgo
     assert text.status == 0 and "of the model's own bits" in text.out, "an archive may replace one"
 
 
-def zipped(member, flags=0):
-    """Return a zip file whose only member has a name, and flags that its reader may not support."""
+def encrypted():
+    """Return a zip file with the right member, which its reader cannot read."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w") as archived:
-        archived.writestr(member, "restore()")
-    return file.getvalue().replace(b"\x14\0\0\0", b"\x14\0" + flags.to_bytes(2, "little"))
+        archived.writestr("__main__.py", "restore()")
+    return file.getvalue().replace(b"\x14\0\0\0", b"\x14\0\1\0")
 
 
 SPOILED = {
     "other bytes": (lambda data: b"x" + data[1:], "its program is another one"),
     "other lines": (lambda data: data.replace(b"import sys,lzma", b"import os;a=b=0"), "not an archive"),
-    "more": (lambda data: data + b"more", "not an archive"),
     "less": (lambda data: data[:-30], "not an archive"),
-    "nothing": (lambda data: b"", "not an archive"),
-    "another zip file": (lambda data: zipped("other.py"), "not an archive"),
-    "an encrypted zip file": (lambda data: zipped("__main__.py", 1), "not an archive"),
+    "an encrypted zip file": (lambda data: encrypted(), "not an archive"),
 }
 
 
@@ -247,10 +255,6 @@ def test_an_archive_that_decodes_to_another_text_is_not_written(folder, hfgolf, 
     assert not (folder / "text.pyz").exists()
 
 
-def artifact_with(**changes):
-    return encode_model(build_model(vocab_size=257, eos_token_id=256, **changes))
-
-
 def with_case_operators(folder):
     backend = Tokenizer.from_str(lzma.decompress((folder / TOKENIZER).read_bytes()).decode())
     add_case_operators(backend)
@@ -270,10 +274,6 @@ def with_other_weights(folder):
         (
             lambda folder: (folder / ARTIFACT).write_bytes(artifact_with(norm="layernorm")),
             "model.norm layernorm cannot",
-        ),
-        (
-            lambda folder: (folder / ARTIFACT).write_bytes(artifact_with(activation="gelu")),
-            "model.activation gelu cannot",
         ),
         (lambda folder: (folder / "text.txt").write_bytes(b"caf\xe9"), "cannot be read as UTF-8"),
         (lambda folder: (folder / "text.txt").write_bytes(b""), "is empty"),
