@@ -39,15 +39,12 @@ def newton_schulz_polynomials(coefficients: str, steps: int) -> tuple[Polynomial
 def orthogonalize(matrices: Tensor, steps: int = 5, coefficients: str = "polar_express") -> Tensor:
     """Bring every singular value of each matrix close to 1 by Newton-Schulz iterations, in the matrices' dtype.
 
-    matrices: (K, rows, cols) or (rows, cols); the result has the same shape, and the same bits on every call. With 5
-    steps in bf16, and a condition number up to 100, the singular values end in [0.8, 1.2] (polar_express) or
-    [0.6, 1.25] (classic).
+    matrices: (K, rows, cols); the result has the same shape, and the same bits on every call. With 5 steps in bf16, and
+    a condition number up to 100, the singular values end in [0.8, 1.2] (polar_express) or [0.6, 1.25] (classic).
 
     For wide matrices, one iteration is X <- P X with P = a + b G + c G^2 and the Gram matrix G = X X^T of the short
     side. For tall ones it is X <- X P with G = X^T X, so that nothing is ever transposed in memory.
     """
-    if matrices.ndim == 2:
-        return orthogonalize(matrices[None], steps, coefficients)[0]
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     short, long = sorted(matrices.shape[-2:])
     norm = torch.linalg.vector_norm(matrices, dim=(-2, -1), keepdim=True)
