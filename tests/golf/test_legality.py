@@ -316,14 +316,6 @@ def breaks_off(reader):
         reader.commit(lambda tokens: torch.log_softmax(9.0 * torch.eye(VOCAB)[looked[0][len(tokens)]], -1)[None])
 
 
-def commits_while_it_predicts(reader):
-    def predict(tokens):
-        for token in tokens[1:]:
-            reader.commit(lambda _, token=token: torch.log_softmax(9.0 * torch.eye(VOCAB)[token], -1)[None])
-
-    reader.commit(predict, len(reader) - 1)
-
-
 def goes_on_after_a_refusal(reader):
     for _ in range(1, len(reader)):
         try:
@@ -382,7 +374,6 @@ def scores_only_the_token(rows, tokens, start):
     ("scorer", "says"),
     [
         (breaks_off, "the scorer was shown tokens, and did not commit them before anything else"),
-        (commits_while_it_predicts, "the scorer was shown tokens, and did not commit them before anything else"),
         (goes_on_while_it_predicts, "the scorer was shown tokens, and did not commit them before anything else"),
         (goes_on_after_a_refusal, "the probabilities of token 1 sum to 12 instead of 1"),
         (scores_again, "16 tokens are committed when 0 are left; each is scored once"),

@@ -9,7 +9,7 @@ from hfgolf.config.sections import OptimSection
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim import groups
-from hfgolf.optim.groups import build_optimizer, group_rows, parameter_groups, parameter_kind
+from hfgolf.optim.groups import KINDS, build_optimizer, group_rows, parameter_groups, parameter_kind
 from hfgolf.system.errors import UserError
 
 WIDTH, ROWS = 8, (8, 4, 4)
@@ -74,22 +74,12 @@ def test_each_parameter_of_the_golf_switches_is_in_exactly_one_group(is_record):
         assert parameter_kind(name) == next((kind[end] for end in kind if name.endswith(end)), "vector"), name
 
 
-def by_kind(optim: OptimSection) -> dict[str, dict]:
-    groups = parameter_groups(named_parameters(is_gpt2=True, is_tied=False).items(), optim, FUSED)
-    return {group["kind"]: group for group in groups}
-
-
 @pytest.mark.parametrize(
-    ("options", "expected"),  # {kind: (rule, learning rate, weight decay)}
+    ("options", "expected"),  # (rule, learning rate, weight decay) of matrix, embedding, head and vector
     [
         (
             {"learning_rate": 0.02, "adamw_learning_rate": 0.004, "embedding_learning_rate": 0.3},
-            {
-                "matrix": ("muon", 0.02, 0.1),
-                "embedding": ("adamw", 0.3, 0.0),
-                "head": ("adamw", 0.004, 0.0),
-                "vector": ("adamw", 0.004, 0.0),
-            },
+            [("muon", 0.02, 0.1), ("adamw", 0.3, 0.0), ("adamw", 0.004, 0.0), ("adamw", 0.004, 0.0)],
         ),
         (
             {
@@ -98,22 +88,12 @@ def by_kind(optim: OptimSection) -> dict[str, dict]:
                 "vector_weight_decay": 0.02,
                 "vector_learning_rate": 0.05,
             },
-            {
-                "matrix": ("muon", 0.02, 0.1),
-                "embedding": ("adamw", 0.003, 0.085),
-                "head": ("adamw", 0.003, 0.03),
-                "vector": ("adamw", 0.05, 0.02),
-            },
+            [("muon", 0.02, 0.1), ("adamw", 0.003, 0.085), ("adamw", 0.003, 0.03), ("adamw", 0.05, 0.02)],
         ),
         *(
             (
                 {"name": name, "learning_rate": 0.01, "adamw_learning_rate": 9.0, "embedding_learning_rate": 0.05},
-                {
-                    "matrix": (name, 0.01, 0.1),
-                    "embedding": (name, 0.05, 0.0),
-                    "head": (name, 0.01, 0.0),
-                    "vector": (name, 0.01, 0.0),
-                },
+                [(name, 0.01, 0.1), (name, 0.05, 0.0), (name, 0.01, 0.0), (name, 0.01, 0.0)],
             )
             for name in ("adamw", "sgd")
         ),
@@ -121,9 +101,10 @@ def by_kind(optim: OptimSection) -> dict[str, dict]:
     ids=["muon", "own rates and decays", "adamw", "sgd"],
 )
 def test_each_kind_has_its_rule_rate_and_decay(options, expected):
-    groups = by_kind(OptimSection(**options))
-    assert {kind: (group["rule"], group["lr"], group["weight_decay"]) for kind, group in groups.items()} == expected
-    for group in groups.values():
+    groups = parameter_groups(named_parameters(is_gpt2=True, is_tied=False).items(), OptimSection(**options), FUSED)
+    assert tuple(group["kind"] for group in groups) == KINDS
+    assert [(group["rule"], group["lr"], group["weight_decay"]) for group in groups] == expected
+    for group in groups:
         assert (group["initial_lr"], group["initial_weight_decay"]) == (group["lr"], group["weight_decay"])
 
 

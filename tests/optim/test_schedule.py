@@ -64,25 +64,6 @@ def test_wsd_warmdown_may_cover_all_or_none_of_the_run():
 
 
 @EVERY_SHAPE
-@pytest.mark.parametrize("warmup_steps", [0, 7, 90, 500])
-@pytest.mark.parametrize("fraction", [0.1, 0.4, 1.0])
-@pytest.mark.parametrize("floor", [0.0, 0.1])
-def test_schedules_are_continuous_between_floor_and_peak(shape, warmup_steps, fraction, floor):
-    settings = {**shape, "warmup_steps": warmup_steps, "warmdown_fraction": fraction, "floor": floor}
-    total = 100
-    values = multipliers(total, **settings)
-    assert all(0 < value <= 1 for value in values)
-    assert all(value > (0 if shape["name"] == "cosine_warmdown" else floor) for value in values[warmup_steps:])
-    differences = [after - before for before, after in pairwise(values)]
-    of_whole = math.pi / 2 / max(1, total - warmup_steps)
-    assert max(map(abs, differences)) <= max(1 / (warmup_steps or total), 1 / (fraction * total) + of_whole) + 1e-9
-    has_fallen = False
-    for difference in differences:
-        has_fallen |= difference < -1e-12
-        assert not (has_fallen and difference > 1e-12)
-
-
-@EVERY_SHAPE
 def test_learning_rate_stays_at_the_floor_past_the_end(shape):
     schedule = ScheduleSection(**shape, warmup_steps=3, floor=0.2)
     expected = {"constant": 1.0, "cosine_warmdown": 0.0}.get(shape["name"], 0.2)
@@ -154,7 +135,7 @@ def test_clock_schedule_ends_at_the_floor_without_rising(shape, warmup_steps, fl
     """
     fraction = 0.5
     schedule = ScheduleSection(**shape, warmup_steps=warmup_steps, warmdown_fraction=fraction, floor=floor)
-    for seed in range(6):
+    for seed in range(2):
         updates = updates_by_the_clock(schedule, seed)
         assert len(updates) > 60
         values = [update.multiplier for update in updates]
