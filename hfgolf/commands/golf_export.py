@@ -94,7 +94,7 @@ def main() -> Answer:
 
 def _text(exported: Exported) -> str:
     """Return the files, where their bytes are, and the score; bits per byte only if the certificate holds."""
-    from hfgolf.golf.ledger import has_scorer
+    from hfgolf.golf.ledger import SCRIPT
     from hfgolf.golf.table import table_text
 
     quantized, ledger = exported.quantized, exported.ledger
@@ -117,7 +117,8 @@ def _text(exported: Exported) -> str:
     windows += f", adapting at a rate of {rate:g}" if (rate := ledger["settings"]["adapt_rate"]) else ""
     spent = ", ".join(f"{step} {duration(s)}" for step, s in seconds.items())
     change = f" ({after['bpb'] - before['bpb']:+.4f}; {before['bpb']:.4f} before rounding)" if before else ""
-    scorer = "by score.py on these files alone" if has_scorer(ledger) else "here, with the weights that unpack.py reads"
+    is_golf = any(file["name"] == SCRIPT for file in ledger["files"])
+    scorer = "by score.py on these files alone" if is_golf else "here, with the weights that unpack.py reads"
     rows = {
         "steps": f"D = {quantized.scale:.4g}, on average those of SDClip with k = {quantized.sdclip_k:.2f} at 6 bits",
         "scored": f"{scorer}, {windows}, {after['tokens']:,} tokens, {after['bytes']:,} bytes",

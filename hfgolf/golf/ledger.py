@@ -137,11 +137,6 @@ def rescore(folder: Path, mode: str = "flat", stride: int | None = None, adapt_r
     return figures
 
 
-def has_scorer(ledger: Mapping[str, Any]) -> bool:
-    """Return whether a folder has a program that scores it; of another architecture, unpack.py only reads weights."""
-    return any(file["name"] == SCRIPT for file in ledger["files"])
-
-
 def run_alone(command: Sequence[str], folder: Path) -> str:
     """Run a Python program in an isolated process; return what it prints. Raises ValueError, one line, if it fails.
 

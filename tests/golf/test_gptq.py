@@ -53,19 +53,6 @@ def test_uncorrelated_inputs_make_gptq_round_to_nearest():
         np.testing.assert_array_equal(rounded.integers, nearest.integers)
 
 
-def test_dead_column_does_not_affect_the_others():
-    generator = np.random.default_rng(2)
-    hessian, weight = correlated(generator, 30), generator.standard_normal((6, 31)).astype(np.float32)
-    with_dead = np.zeros((31, 31))
-    with_dead[:30, :30] = hessian
-    codes = row_codes_of(np.full(6, 0.4))
-    damping = 0.01
-    rounded = round_with_feedback(weight, codes, None, error_feedback(with_dead, damping * 31 / 30))  # the same sum
-    alone = round_with_feedback(weight[:, :30], codes, None, error_feedback(hessian, damping))
-    np.testing.assert_array_equal(rounded.integers[:, :30], alone.integers)
-    np.testing.assert_array_equal(rounded.integers[:, 30], round_nearest(weight, codes).integers[:, 30])
-
-
 def test_column_weights_are_the_conditional_curvature():
     hessian = correlated(np.random.default_rng(3), 12)
     feedback = error_feedback(hessian, 0.0)

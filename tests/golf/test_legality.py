@@ -82,16 +82,6 @@ def adapts(seed):
     return scorer
 
 
-def adapts_to_documents(seed):
-    model, separators = random_model(seed), np.flatnonzero(random_tokens(seed) == SEPARATOR)
-
-    def scorer(reader):
-        plan = plan_windows("documents", len(reader), 16, 8, separators)
-        score_first(reader, Learner(model, [*model.parameters()], 0.03), plan)
-
-    return scorer
-
-
 def tilts_by_bigrams(seed):
     """Mix in how often each entry followed the last token, of all tokens before."""
 
@@ -117,7 +107,7 @@ def counts_token_by_token(seed):
     return scorer
 
 
-HONEST = [flat, windows, adapts, adapts_to_documents, tilts_by_bigrams, counts_token_by_token]
+HONEST = [flat, windows, adapts, tilts_by_bigrams, counts_token_by_token]
 
 
 @pytest.mark.parametrize("build", HONEST)

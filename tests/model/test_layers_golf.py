@@ -1,7 +1,5 @@
-"""The plain torch model equals the transformers model, and its file needs nothing but torch."""
+"""The plain torch model equals the transformers model."""
 
-import ast
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -19,10 +17,3 @@ def test_plain_network_loads_a_saved_model_with_equal_logits(build_golf, option,
     assert list(network.state_dict()) == [name for name in golf.state_dict() if name in weights]
     with torch.no_grad():
         torch.testing.assert_close(network(token_ids), golf(token_ids).logits, rtol=0, atol=1e-6)
-
-
-def test_layers_import_only_torch_and_the_standard_library():
-    source = (Path(__file__).parents[2] / "hfgolf" / "model" / "layers_golf.py").read_text()
-    imports = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Import | ast.ImportFrom)]
-    names = {node.module if isinstance(node, ast.ImportFrom) else node.names[0].name for node in imports}
-    assert names <= {"__future__", "collections.abc", "functools", "math", "typing", "torch", "torch.nn"}
