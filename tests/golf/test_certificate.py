@@ -17,7 +17,6 @@ from hfgolf.data.sentencepiece_model import load_sentencepiece
 from hfgolf.evaluate.loss import plan_evaluation
 from hfgolf.evaluate.windows import plan_windows
 from hfgolf.golf.certificate import Certificate, certify, certify_text
-from hfgolf.system.errors import UserError
 
 SENTENCEPIECE = Path(__file__).parents[1] / "data/sentencepiece.model"
 # two characters of every plane, with noncharacters and private use; the last of them all
@@ -81,11 +80,6 @@ def test_it_says_what_the_challenges_rule_counts(certified):
     certificate = certified(tokenizer, "the best model", "two spaces")
     assert certificate.facts["challenge_bytes"] == certificate.facts["scored_bytes"]
     assert certificate.line.endswith("tokens scored once.")
-
-
-def test_file_that_is_not_utf8_is_rejected_by_name(certified):
-    with pytest.raises(UserError, match=r"val1\.txt is not UTF-8 \(byte 3: "):
-        certified("byte", "fine", "caf\udce9 au lait")
 
 
 def test_validation_document_in_the_training_text_is_found(certified):

@@ -35,10 +35,10 @@ save_file(said, root / "said.safetensors")
 
 
 @pytest.mark.slow
-def test_every_option_loads_without_hfgolf_with_equal_logits(build_golf, all_options, token_ids, tmp_path):
+def test_models_load_without_hfgolf_with_equal_logits(build_golf, all_options, token_ids, tmp_path):
     expected_logits, expected_words = {}, {}
-    for name, option in all_options.items():
-        golf = build_golf(**option)
+    for name in ("modern", "gpt2", "embedding_size_untied", "bigram", "value_embedding", "golf_record"):
+        golf = build_golf(**all_options[name])
         golf.save_pretrained(tmp_path / f"model-{name}")
         with torch.no_grad():
             expected_logits[f"model-{name}"] = golf(token_ids).logits

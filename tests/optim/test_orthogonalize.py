@@ -28,7 +28,7 @@ def relative_distance(a: torch.Tensor, b: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(32, 32), (32, 96), (96, 32), (64, 160), (160, 64)])
-@pytest.mark.parametrize("condition", [1.0, 10.0, 100.0])
+@pytest.mark.parametrize("condition", [1.0, 100.0])
 @pytest.mark.parametrize("coefficients", BANDS)
 def test_singular_values_and_polar_distance_are_within_the_band(coefficients, condition, shape, dtype):
     smallest, largest, distance = BANDS[coefficients]

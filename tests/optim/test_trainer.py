@@ -138,21 +138,6 @@ def test_a_resume_gives_the_same_bits_with_the_schedule_of_every_group(tmp_path)
     assert [step[0] for step in shares[:3]] == [0.0, 0.5, 1.0] and shares[3] > shares[4] > shares[5]
 
 
-def test_frozen_parameters_stay_and_have_no_state(tmp_path):
-    model = MODELS["gpt2"]()
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    for parameter in model.transformer.h[1].mlp.parameters():
-        parameter.requires_grad_(True)
-    before = {name: weight.clone() for name, weight in model.named_parameters()}
-    after = weights(trainer := trained(model, arguments(tmp_path)))
-    changed = {name for name in before if not torch.equal(before[name], after[name])}
-    assert changed == {f"transformer.h.1.mlp.{name}" for name in ("c_fc.weight", "c_fc.bias")} | {
-        f"transformer.h.1.mlp.{name}" for name in ("c_proj.weight", "c_proj.bias")
-    }
-    assert len(trainer.optimizer.state) == 4
-
-
 def test_a_search_over_rates_reaches_the_optimizer(tmp_path):
     """Trainer sets the values of a trial in its arguments and builds the optimizer again."""
     args = arguments(tmp_path)
