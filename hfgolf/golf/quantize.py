@@ -139,6 +139,8 @@ def allocate(
             row_steps = row_rms
         elif allocation == "uniform":
             row_steps = np.ones(len(weight))
+        elif allocation != "curvature":
+            raise ValueError(f"allocation is {allocation!r}; it must be curvature, sdclip or uniform")
         # Codes are eighths of an octave. Rows that share a step, such as those of tokens that never occur, are spread
         # over one eighth; else all of them would change their code at the same D, and the size would jump there.
         spread = (rows_before + np.arange(len(weight))) * _GOLDEN % 1 - 0.5
@@ -210,6 +212,8 @@ def plan_steps(
     nearest = allocate(weights, allocation, curvature, None, column_steps)
     if method == "nearest":
         return nearest, None
+    if method != "gptq":
+        raise ValueError(f"method is {method!r}; it must be gptq or nearest")
     noise = lost_share(nearest, scale_for_bytes(nearest, available_bytes))
     feedback = {name: _feedback(curvature[name], _DAMPING + noise) for name in weights}
     return allocate(weights, allocation, curvature, feedback, column_steps), feedback

@@ -185,8 +185,10 @@ class GolfPreTrainedModel(PreTrainedModel):
             if not getattr(weight, "_is_hf_initialized", False):  # a loaded weight needs no QR decomposition
                 parts = [torch.empty_like(part, dtype=torch.float32) for part in weight.split(sizes)]
                 init.copy_(weight, torch.cat([nn.init.orthogonal_(part) for part in parts]))
-        else:
+        elif config.matrix_init == "normal":
             init.normal_(weight, std=config.initializer_range or 0.5 / math.sqrt(module.in_features))
+        else:
+            raise ValueError(f"matrix_init: {config.matrix_init!r} is unknown.")
 
 
 class GolfModel(GolfPreTrainedModel, GolfStack):
