@@ -134,17 +134,6 @@ class RunFolder:
                 os.close(descriptor)
                 self.path.rmdir()
 
-    def owner(self) -> str | None:
-        """Return which other process holds the folder; None if none does, or if that is unknown."""
-        if fcntl is None or self.path.resolve() in self._locks:
-            return None
-        with contextlib.suppress(OSError), self._lock_file.open("r+") as file:
-            try:
-                _lock_file(file.fileno())
-            except OSError as error:
-                return file.read(100).strip() if error.errno in (errno.EACCES, errno.EAGAIN) else None
-        return None
-
     def hold(self) -> None:
         """Check that this process still holds the folder, and lock it again if it was deleted during the run.
 
