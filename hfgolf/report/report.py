@@ -179,8 +179,8 @@ def _notes(run: RunRecord) -> list[str]:
     notes = []
     if run.metrics.is_sampled:
         notes.append(
-            f"metrics.jsonl is too long to read whole. This report uses {len(run.metrics.rows):,} of its rows: the"
-            " evaluations, and an even sample of the others. Curves, medians and peaks do not include the rest."
+            f"metrics.jsonl is too long to draw whole. This report uses {len(run.metrics.rows):,} of its rows: the"
+            " evaluations, and a sample of the others. Curves, medians and peaks do not include the rest."
         )
     if run.metrics.broken_lines:
         notes.append(f"Broken lines skipped in metrics.jsonl: {run.metrics.broken_lines:,}.")

@@ -1,6 +1,6 @@
 """Write metrics.jsonl line by line during a run, and read it back even if it is damaged.
 
-A crash may cut off a line, and a file may be too long to read completely. docs/metrics.md says what is in the lines.
+A crash may cut off a line, and there may be too many rows to keep. docs/metrics.md says what is in the lines.
 """
 
 from __future__ import annotations
@@ -21,12 +21,9 @@ from hfgolf.system.redact import redact_values
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 2**26
-"""Of a larger file, rows of about so many bytes are kept. This is about 50,000 rows of 10 steps each."""
 MAX_ROWS = 40_000
-"""More are thinned: rows while a run writes them, and evaluations and events of a larger file."""
+"""Of more, every second one is dropped, and again; evaluations only if there are too many of them alone."""
 _TOO_LARGE = 10**38
-_MARKS = (b'"event":', b'"val_tokens":')  # of events and evaluations
 
 
 class MetricsFile:
@@ -117,26 +114,19 @@ class Metrics:
     broken_lines: int = 0
     """Number of lines that are neither row nor event: cut off by a crash, or with a value of the wrong type."""
     is_sampled: bool = False
-    """True if there are too many lines to keep: these are the evaluations, the events and evenly spaced other rows."""
+    """True if there are too many rows to keep: these are the evaluations and a sample of the others."""
 
     def add(self, line: dict[str, Any]) -> None:
-        """Add a row or an event; if there are too many rows to draw, drop every second one without an evaluation."""
+        """Add a row or an event; if there are then too many rows, keep a sample of them."""
         if "event" in line:
             self.events.append(line)
             return
         self.rows.append(line)
         if len(self.rows) > MAX_ROWS:
             *rows, last = self.rows
-            self.rows = [row for i, row in enumerate(rows) if i % 2 == 0 or row.get("val_loss") is not None] + [last]
+            sample = [row for i, row in enumerate(rows) if i % 2 == 0 or row.get("val_loss") is not None]
+            self.rows = [*(sample if len(sample) < 0.9 * MAX_ROWS else rows[::2]), last]
             self.is_sampled = True
-
-    def read(self, line: bytes) -> None:
-        """Add a line of a file."""
-        row = _parse(line)
-        if row is None:
-            self.broken_lines += 1
-        else:
-            (self.events if "event" in row else self.rows).append(row)
 
 
 def on_subset(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -152,31 +142,15 @@ def of_averages(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_metrics(path: Path) -> Metrics:
-    """Read a metrics.jsonl; of one larger than MAX_BYTES, every n-th row, and of events and evaluations more.
-
-    Raises OSError if it cannot be read.
-    """
-    every = 1 + path.stat().st_size // MAX_BYTES
-    metrics = Metrics([], [], is_sampled=every > 1)
+    """Read a metrics.jsonl. Raises OSError if it cannot be read."""
+    metrics = Metrics([], [])
     with path.open("rb") as file:
-        num_marked = sum(map(_is_marked, file)) if metrics.is_sampled else 0
-        strides, seen = {True: 1 + num_marked // MAX_ROWS, False: every}, {True: 0, False: 0}
-        file.seek(0)
-        waiting = None  # the last line is always read
-        for line in file:
-            is_marked = _is_marked(line)
-            waiting = line if seen[is_marked] % strides[is_marked] else None
-            seen[is_marked] += 1
-            if waiting is None:
-                metrics.read(line)
-    if waiting is not None:
-        metrics.read(waiting)
+        for line in map(_parse, file):
+            if line is None:
+                metrics.broken_lines += 1
+            else:
+                metrics.add(line)
     return metrics
-
-
-def _is_marked(line: bytes) -> bool:
-    """Return whether a line is that of an event or an evaluation."""
-    return any(mark in line for mark in _MARKS)
 
 
 def read_metrics_of(folder: Path) -> Metrics:
@@ -196,15 +170,9 @@ def read_metrics_of(folder: Path) -> Metrics:
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Return all rows of a metrics.jsonl, without events and broken lines."""
-    return [line for line in read_lines(path) if "event" not in line]
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """Return the rows and events of a file that may still be written: a line without its end is left out."""
-    content = path.read_bytes()
-    lines = [_parse(line) for line in content[: content.rfind(b"\n") + 1].splitlines()]
-    return [line for line in lines if line is not None]
+    """Return all rows of a metrics.jsonl that may still be written, without events and broken lines."""
+    lines = map(_parse, path.read_bytes().splitlines())
+    return [line for line in lines if line is not None and "event" not in line]
 
 
 def _parse(line: bytes) -> dict[str, Any] | None:

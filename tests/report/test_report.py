@@ -448,10 +448,10 @@ def test_short_curve_is_drawn_unchanged():
 
 
 def test_long_file_is_sampled_and_the_page_says_so(folder, monkeypatch):
-    monkeypatch.setattr(metrics, "MAX_BYTES", 1000)
+    monkeypatch.setattr(metrics, "MAX_ROWS", 1000)
     path = folder([*rows(3000, every=1), event("rollback", 3000)])
     page = report(path)
-    assert "too long to read whole" in page.text and "rollback (1)" in page.text
+    assert "too long to draw whole" in page.text and "rollback (1)" in page.text
     assert page.figures["steps"] == "3,000" and (path / "report.html").stat().st_size < 500_000
 
 

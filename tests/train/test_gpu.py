@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hfgolf.run.metrics import read_lines, read_rows
+from hfgolf.run.metrics import read_metrics, read_rows
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 
@@ -17,7 +17,7 @@ def rows(folder: Path) -> list[dict]:
 
 
 def events(folder: Path, kind: str) -> list[dict]:
-    return [line for line in read_lines(folder / "metrics.jsonl") if line.get("event") == kind]
+    return [event for event in read_metrics(folder / "metrics.jsonl").events if event["event"] == kind]
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16", "fp16"])
