@@ -188,18 +188,23 @@ def follow_launcher(is_stopping: Callable[[], bool] = lambda: False) -> None:
         if not is_stopping():
             os.kill(os.getpid(), signal.SIGTERM)
 
-    if is_launcher(launcher):
+    # not for any other parent: a shell, for example, may end before training
+    if "TORCHELASTIC_RUN_ID" in os.environ or launcher_options() is not None:
         threading.Thread(target=watch, daemon=True, name="launcher").start()
 
 
-def is_launcher(process: int) -> bool:
-    """Return whether a process is `accelerate launch` or `torchrun`. A shell, for example, may end before training."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        return True
+def launcher_options() -> list[str] | None:
+    """Return the words after `accelerate launch` if that started this process, else None."""
     import psutil
 
     try:
-        words = set(map(os.path.basename, psutil.Process(process).cmdline()))
-    except psutil.Error:
-        return False
-    return {"accelerate", "launch"} <= words or bool(words & {"accelerate-launch", "accelerate.commands.launch"})
+        parent = psutil.Process().parent()
+        words = parent.cmdline() if parent else []
+    except psutil.Error:  # it is gone, or must not be read
+        return None
+    names = [os.path.basename(word) for word in words]
+    for place, name in enumerate(names):  # other programs have a word `launch`, too, such as `make launch`
+        is_command = name == "launch" and names[place - 1].startswith("accelerate")
+        if is_command or name in ("accelerate-launch", "accelerate.commands.launch"):
+            return words[place + 1 :]
+    return None

@@ -11,10 +11,10 @@ import functools
 import os
 from collections.abc import Mapping
 
-import psutil
 import torch
 
 from hfgolf.system.errors import UserError
+from hfgolf.system.signals import launcher_options
 
 # accelerate shards the embedding, the last norm and the head as one unit. The loss takes the head's weight and does not
 # call the head; before 2.13, FSDP2 then takes the unit's pass for unfinished and never shards it again
@@ -113,28 +113,15 @@ def processes_asked_of_accelerate() -> int | None:
 
 def launch_arguments() -> argparse.Namespace | None:
     """Return the arguments of the `accelerate launch` that started this process, None if none did."""
-    return _parsed(_launcher_words())
+    options = launcher_options()
+    return None if options is None else _parsed(tuple(options))
 
 
 @functools.cache  # a start asks six times, and each time accelerate would build its parser
-def _parsed(words: tuple[str, ...]) -> argparse.Namespace | None:
-    names = [os.path.basename(word) for word in words]
-    for place, name in enumerate(names):  # other programs have a word `launch`, too, such as `make launch`
-        is_command = name == "launch" and names[place - 1].startswith("accelerate")
-        if is_command or name in ("accelerate-launch", "accelerate.commands.launch"):
-            from accelerate.commands.launch import launch_command_parser
+def _parsed(options: tuple[str, ...]) -> argparse.Namespace:
+    from accelerate.commands.launch import launch_command_parser
 
-            return launch_command_parser().parse_args(words[place + 1 :])
-    return None
-
-
-def _launcher_words() -> tuple[str, ...]:
-    """Return the command line of the process that started this one, () if it is gone or must not be read."""
-    try:
-        parent = psutil.Process().parent()
-        return tuple(parent.cmdline()) if parent else ()
-    except psutil.Error:
-        return ()
+    return launch_command_parser().parse_args(options)
 
 
 def precision_of_accelerate() -> str | None:

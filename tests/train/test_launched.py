@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -86,7 +87,8 @@ def test_an_unknown_setting_is_refused(name):
     ],
 )
 def test_only_what_accelerate_was_told_is_read(monkeypatch, command, port):
-    monkeypatch.setattr(launched, "_launcher_words", lambda: tuple(command.split()))
+    parent = SimpleNamespace(cmdline=command.split)
+    monkeypatch.setattr(psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
     arguments = launched.launch_arguments()
     assert (arguments and arguments.main_process_port) == port
 
@@ -103,7 +105,6 @@ def test_a_parent_that_must_not_be_seen_is_none(monkeypatch):
 
 @pytest.mark.parametrize("option", ["--gradient_accumulation_steps", "--gradient_clipping"])
 def test_options_that_accelerate_tells_only_deepspeed_are_refused(monkeypatch, option):
-    words = ("accelerate", "launch", option, "7", "scripts/train.py")
-    monkeypatch.setattr(launched, "_launcher_words", lambda: words)
+    monkeypatch.setattr(launched, "launcher_options", lambda: [option, "7", "scripts/train.py"])
     with pytest.raises(UserError, match=rf"^accelerate: ACCELERATE_{option[2:].upper()}=7\S* .*leave it out"):
         process.processes()
