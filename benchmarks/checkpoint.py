@@ -41,7 +41,7 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
 
     from hfgolf.checkpoint.contents import Checkpointer
     from hfgolf.checkpoint.state import TrainState
-    from hfgolf.checkpoint.store import newest_first
+    from hfgolf.checkpoint.store import choose_checkpoint, newest_first
     from hfgolf.model.modeling_golf import GolfForCausalLM
     from hfgolf.optim.ema import Ema
     from hfgolf.optim.groups import build_optimizer
@@ -77,7 +77,7 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
         checkpoints.wait()
 
     def load() -> None:
-        checkpoint = checkpoints.choose("latest")
+        checkpoint = choose_checkpoint(checkpoints.folder, "latest")
         assert checkpoint is not None
         checkpoints.load(checkpoint)
 

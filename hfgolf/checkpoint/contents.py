@@ -60,7 +60,6 @@ from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import (
     STATE_NAME,
     begin_checkpoint,
-    choose_checkpoint,
     commit_checkpoint,
     hidden_folder,
     make_latest,
@@ -148,10 +147,6 @@ class Checkpointer:
         """Return one line for each save that failed since the last call."""
         failures, self._failures = self._failures, []
         return failures
-
-    def choose(self, which: str) -> Path | None:
-        """Return the checkpoint that `which` (a value of train.resume) means; see choose_checkpoint."""
-        return choose_checkpoint(self.folder, which)
 
     def load(self, checkpoint: Path) -> None:
         """Restore everything as it was saved, on this rank; the model and the optimizer remain the same objects.

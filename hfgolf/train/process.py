@@ -83,16 +83,11 @@ def processes() -> PartialState:
     from accelerate import PartialState
     from accelerate.utils import parse_flag_from_env
 
-    if arguments := launch_arguments():  # of these, accelerate tells only DeepSpeed
-        only_stated = {name: getattr(arguments, name) for name in ("gradient_accumulation_steps", "gradient_clipping")}
-        stated = {f"ACCELERATE_{name.upper()}": str(value) for name, value in only_stated.items() if value is not None}
-    else:
-        stated = {}
-    check_settings(os.environ | stated)
+    names = ("gradient_accumulation_steps", "gradient_clipping")  # accelerate tells only DeepSpeed of these
+    stated = {f"ACCELERATE_{name.upper()}": getattr(launch_arguments(), name, None) for name in names}
+    check_settings(os.environ | {name: str(value) for name, value in stated.items() if value is not None})
     use_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     options: dict[str, Any] = {"timeout": _PATIENCE}
-    if use_cpu:
-        _take_from_mpi()
     launch = find_launch()
     if launch and not torch.accelerator.is_available():
         os.environ["ACCELERATE_USE_CPU"] = "true"  # without it, accelerate ignores what torchrun says on a CPU
@@ -109,22 +104,6 @@ def processes() -> PartialState:
             f" {state.device.type}; start one process, or set ACCELERATE_USE_CPU=true to train on the CPU."
         )
     return state
-
-
-def _take_from_mpi() -> None:
-    """Set the variables of torchrun from those of mpirun, as accelerate does on a CPU."""
-    from accelerate.utils import get_cpu_distributed_information, get_int_from_env
-
-    if (
-        "LOCAL_RANK" in os.environ
-        or get_int_from_env(["PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"], 1) < 2
-    ):
-        return
-    found = get_cpu_distributed_information()
-    stated = {"RANK": found.rank, "WORLD_SIZE": found.world_size, "LOCAL_RANK": found.local_rank}
-    os.environ |= {name: str(value) for name, value in stated.items()}
-    os.environ |= {"LOCAL_WORLD_SIZE": str(found.local_world_size)}
-    os.environ.setdefault("MASTER_PORT", "29500")  # accelerate's default
 
 
 def gloo_interface() -> str | None:

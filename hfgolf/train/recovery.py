@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from hfgolf.checkpoint.state import TrainState, rolled_back
-from hfgolf.checkpoint.store import newest_first, set_aside, step_of
+from hfgolf.checkpoint.store import choose_checkpoint, newest_first, set_aside, step_of
 from hfgolf.data.batches import as_ranges, stream_positions
 from hfgolf.optim.shards import local_shards, on_any_rank
 from hfgolf.run.loss_levels import (
@@ -151,7 +151,7 @@ class Recovery:
             raise UserError(f"train: {diagnosis}; {run.state.rollbacks} rollbacks did not help; {advice}.")
         if run.accelerator.is_main_process:
             self._set_suspects_aside(good_until)
-        checkpoint = run.checkpoints.choose("auto")
+        checkpoint = choose_checkpoint(run.folder.checkpoints, "auto")
         if checkpoint is None:
             raise UserError(f"train: {diagnosis}; there is no checkpoint to roll back to; {advice}.")
         current = dataclasses.replace(run.state)
