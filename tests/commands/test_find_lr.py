@@ -131,7 +131,7 @@ def test_script_prints_config_options_and_writes_two_files(temporary, tiny_run, 
     arguments = tiny_run(optim__embedding_learning_rate=0.02, train__cpu_threads=1)
     status, out, error = hfgolf("find_lr", "--output", "rates.png", "--steps", 30, *arguments)
     assert status == 0, error
-    assert "predicted peak" not in out and "parameters of" not in out, "what --verbose of hfgolf train shows"
+    assert "parameters of" not in out and "attention: " not in out, "what --verbose of hfgolf train shows"
     suggestion = out.splitlines()[-1].split()
     optim = load_config([*arguments, *suggestion]).config.optim
     results = json.loads((temporary / "rates.json").read_text())
