@@ -44,7 +44,6 @@ class Disk:
     states: dict[Tree, Moment] = field(default_factory=dict)
     contents: dict[str, bytes] = field(default_factory=dict)
     """By hash."""
-    syncs: int = 0
 
     def watch(self) -> None:
         """Start recording. It never stops, because an audit hook cannot be removed."""
@@ -140,7 +139,6 @@ class Disk:
         return digest
 
     def _note_sync(self, descriptor: int) -> None:
-        self.syncs += 1
         status = os.fstat(descriptor)
         if status.st_ino not in self._files and status.st_ino not in self._folders:
             self._open.append(os.dup(descriptor))

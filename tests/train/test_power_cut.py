@@ -165,14 +165,19 @@ def test_power_cut_leaves_no_partial_files_and_loses_no_finished_ones(life, tmp_
 
 
 def kinds(life: Life) -> list[Tree]:
-    """Return one state of each kind, by the files with final names: in turns the first and the last one."""
+    """Return one state of each kind, by the run's files with final names, or before it has any by those of the cache.
+
+    In turns the first one and the last one, so that the cache of some runs is lost.
+    """
     of_kind: dict[tuple[str, ...], list[Tree]] = {}
     for tree in life.states:
-        of_kind.setdefault(tuple(path for path, _ in tree if not _UNFINISHED.search(path)), []).append(tree)
+        names = tuple(path for path, _ in tree if not _UNFINISHED.search(path))
+        of_kind.setdefault(tuple(name for name in names if name.startswith(f"{RUN}/")) or names, []).append(tree)
     return [trees[-(number % 2)] for number, trees in enumerate(of_kind.values())]
 
 
-_UNFINISHED = re.compile(r"(^|/)[.]|[.]lock$|^runs/cut/(report|starts)")
+# these, and what no resume reads
+_UNFINISHED = re.compile(r"(^|/)[.]|[.]lock$|^runs/cut/(report|starts|metadata|uncommitted)")
 
 
 def figures(folder: Path) -> list[tuple[Any, ...]]:
