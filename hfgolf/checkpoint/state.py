@@ -126,11 +126,10 @@ class TrainState:
             setattr(self, key.name, state[key.name])
 
 
-def rolled_back(saved: TrainState, current: TrainState, rate_factor: float) -> TrainState:
+def rolled_back(saved: TrainState, current: TrainState) -> TrainState:
     """Return the state in which a run continues from a checkpoint after a rollback; no later step reads bad blocks.
 
-    saved: the state in the checkpoint. current: the run's state before the rollback. rate_factor: multiplies all
-    learning rates from now on.
+    From now on, all learning rates are halved. saved: the state in the checkpoint. current: that before the rollback.
     """
     next_position = stream_positions(saved.blocks, 1, current.excluded_blocks)[0]
     bad_positions = np.concatenate([np.arange(*ends) for step in current.bad_steps for ends in step])
@@ -141,7 +140,7 @@ def rolled_back(saved: TrainState, current: TrainState, rate_factor: float) -> T
         skipped_steps=current.skipped_steps,
         rollbacks=current.rollbacks + 1,
         excluded_blocks=sorted(current.excluded_blocks + new_ranges),
-        learning_rate_scale=current.learning_rate_scale * rate_factor,
+        learning_rate_scale=current.learning_rate_scale / 2,
         bad_steps=[],
         suspect_step=saved.step,
         usual_losses=current.usual_losses,  # the usual level stays; the steps that are undone are forgotten

@@ -156,7 +156,7 @@ class Recovery:
             raise UserError(f"train: {diagnosis}; there is no checkpoint to roll back to; {advice}.")
         current = dataclasses.replace(run.state)
         run.checkpoints.load(checkpoint)
-        state = rolled_back(run.state, current, 0.5)
+        state = rolled_back(run.state, current)
         run.state.load_state_dict(state.state_dict())
         start_batches(run)
         run.restart_hooks()

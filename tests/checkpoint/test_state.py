@@ -117,7 +117,7 @@ def test_a_rollback_excludes_the_bad_blocks_from_the_checkpoint_on_and_keeps_the
     """At the checkpoint, 296 blocks were read and 16 excluded, so the next position is 312."""
     saved, current = TrainState(step=37, tokens=9_472, blocks=296, best_step=30), used_state()
     current.bad_steps = [[[300, 312]], [[312, 320], [400, 404]]]
-    state = rolled_back(saved, current, rate_factor=0.5)
+    state = rolled_back(saved, current)
     assert state.excluded_blocks == [[8, 24], [312, 320], [400, 404]], "311 was read before the checkpoint"
     assert (state.learning_rate_scale, state.rollbacks, state.skipped_steps) == (0.25, 2, 3)
     assert (state.step, state.blocks, state.best_step) == (37, 296, 30)
