@@ -21,15 +21,12 @@ def escaped(text: str, keep: str = "") -> str:
 class UserError(Exception):
     """Report a mistake that the user can fix, in one line: what, where, what is allowed, what to do.
 
-    Scripts print the message without a traceback and exit with status 2. Its control characters are escaped there.
-    lines: more lines, which a message has only on purpose.
+    Scripts print the message without a traceback and exit with status 2. Its control characters are escaped there. A
+    message has more lines only on purpose: each is an argument of its own.
     """
 
     by_any_rank = False
     """Whether each process prints it, not only the first one of each machine."""
-
-    def __init__(self, message: object = "", *lines: str) -> None:
-        super().__init__(message, *lines)
 
     def __str__(self) -> str:
         return "\n".join(map(str, self.args))

@@ -13,7 +13,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any
@@ -70,7 +70,7 @@ class Signals:
                 handlers[_SIGUSR1] = self._on_save
             self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
             self._listen()
-            follow_launcher(lambda: bool(self.stop))
+            self._follow_launcher()
         return self
 
     def __exit__(
@@ -161,6 +161,21 @@ class Signals:
     def _on_save(self, number: int, frame: FrameType | None) -> None:
         self.save = 1
 
+    def _follow_launcher(self) -> None:
+        """Send this process SIGTERM when its launcher dies; otherwise it would keep training unnoticed."""
+        launcher = os.getppid()
+
+        def watch() -> None:
+            # not PR_SET_PDEATHSIG, which comes when the forking thread ends: launchers have several threads
+            while os.getppid() == launcher:
+                time.sleep(_LAUNCHER_POLL_SECONDS)
+            if not self.stop:  # a second signal would end the process at once
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        # for no other parent: a shell, for example, may end before training
+        if "TORCHELASTIC_RUN_ID" in os.environ or launcher_options() is not None:
+            threading.Thread(target=watch, daemon=True, name="launcher").start()
+
 
 @functools.cache
 def _forget_in_children() -> None:
@@ -172,25 +187,6 @@ def _forget_in_children() -> None:
 
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=forget)
-
-
-def follow_launcher(is_stopping: Callable[[], bool] = lambda: False) -> None:
-    """Send this process SIGTERM when its launcher dies; otherwise it would keep training unnoticed.
-
-    is_stopping: returns whether a stop was already requested, because a second signal would end the process at once.
-    """
-    launcher = os.getppid()
-
-    def watch() -> None:
-        # not PR_SET_PDEATHSIG: the kernel sends that when the forking thread ends, and launchers have several threads
-        while os.getppid() == launcher:
-            time.sleep(_LAUNCHER_POLL_SECONDS)
-        if not is_stopping():
-            os.kill(os.getpid(), signal.SIGTERM)
-
-    # not for any other parent: a shell, for example, may end before training
-    if "TORCHELASTIC_RUN_ID" in os.environ or launcher_options() is not None:
-        threading.Thread(target=watch, daemon=True, name="launcher").start()
 
 
 def launcher_options() -> list[str] | None:
