@@ -128,11 +128,9 @@ def test_same_call_returns_the_run_and_another_trains_a_new_one(folder, capsys):
     first = fit("my.txt")
     again = fit("my.txt")
     assert again.folder == first.folder and "runs/my is complete" in capsys.readouterr().out
-    other = fit("my.txt", seed=1)
-    assert other.folder == Path("runs/my-2") and other.summary["val_loss"] != first.summary["val_loss"]
     Path("my.txt").write_text(TEXT.upper() * 200)
-    assert fit("my.txt").folder == Path("runs/my-3")
-    assert fit("my.txt", name="mine").folder == Path("runs/mine")
+    other = fit("my.txt")
+    assert other.folder == Path("runs/my-2") and other.summary["val_loss"] != first.summary["val_loss"]
 
 
 def test_a_run_that_nobody_named_leaves_the_folders_of_others_alone(
@@ -183,17 +181,11 @@ def test_hooks_see_the_run_and_do_not_change_it(folder):
     ]
 
 
-class StopAt(hfgolf.Hook):
-    def __init__(self, method: str, step: int) -> None:
-        self.step = step
-        setattr(type(self), method, lambda self, run, _: run.stop() if run.state.step == self.step else None)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["after_step", "after_evaluate"])
 def test_hook_ends_a_run_as_if_it_were_complete(folder, method):
-    hook = type("Own", (StopAt,), {})(method, 2)
-    run = fit("my.txt", max_steps=20, hooks=[hook])
+    hook = type("Stop", (hfgolf.Hook,), {method: lambda self, run, _: run.stop() if run.state.step == 2 else None})
+    run = fit("my.txt", max_steps=20, hooks=[hook()])
     assert run.summary["steps"] == 2 and run.metrics.val_loss.notna().sum() == 1
     assert verify(newest_first(run.folder / "checkpoints")[0])["step"] == 2
 
@@ -207,7 +199,6 @@ class Fails(hfgolf.Hook):
 def test_error_of_a_hook_ends_the_run_and_the_next_call_continues(folder):
     with pytest.raises(ZeroDivisionError, match="of the user"):
         fit("my.txt", hooks=[Fails()])
-    assert "Not complete" in repr(hfgolf.open_run("runs/my")) if Path("runs/my/metrics.jsonl").exists() else True
     assert fit("my.txt").summary["steps"] == 4
 
 
@@ -411,12 +402,8 @@ class OwnConfig(PreTrainedConfig):
 
     def __init__(self, vocab_size: int = 257, hidden_size: int = 16, **others: Any) -> None:
         super().__init__(**others)
-        self.vocab_size, self.hidden_size, self.num_hidden_layers, self.num_attention_heads = (
-            vocab_size,
-            hidden_size,
-            1,
-            1,
-        )
+        self.vocab_size, self.hidden_size = vocab_size, hidden_size
+        self.num_hidden_layers = self.num_attention_heads = 1
 
 
 class OwnModel(PreTrainedModel):

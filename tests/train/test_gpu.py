@@ -6,14 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import rows
 
-from hfgolf.run.metrics import read_metrics, read_rows
+from hfgolf.run.metrics import read_metrics
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
-
-
-def rows(folder: Path) -> list[dict]:
-    return read_rows(folder / "metrics.jsonl")
 
 
 def events(folder: Path, kind: str) -> list[dict]:

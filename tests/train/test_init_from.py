@@ -15,7 +15,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from accelerate import Accelerator
-from faults import train_on_two
+from faults import same, train_on_two
 from hub_server import Repository, serving_here
 from safetensors.torch import load_file, save_file
 from tiny_export import build_tiny
@@ -309,8 +309,7 @@ def test_a_run_its_model_and_its_checkpoint_are_weights(run, tiny_run, from_weig
     before = run(tiny_run(run__name="before", train__max_steps=3))
     run_first = run(from_weights(before, run__name="a", train__max_steps=1))
     run_second = run(from_weights(before / "checkpoints" / "step-000003", run__name="b", train__max_steps=1))
-    weights = [load_file(folder / "model" / "model.safetensors") for folder in (run_first, run_second)]
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert same(*(load_file(folder / "model" / "model.safetensors") for folder in (run_first, run_second)))
     shutil.rmtree(before / "model")
     with pytest.raises(UserError, match=r"no exported model in .*before; name its checkpoint .*step-000003"):
         taken(f"--model.init_from={before}")
@@ -326,8 +325,7 @@ def test_a_resume_is_exact_without_the_weights_it_started_from(run, from_weights
     monkeypatch.setattr(init_from, "load_model_config", lambda *arguments: pytest.fail("it read the weights again"))
     parts = run(from_weights(weights, run__name="parts", train__resume="latest", **options))
     for name in ("model.safetensors", "ema.safetensors"):
-        one, other = (load_file(folder / "checkpoints" / "latest" / name) for folder in (straight, parts))
-        assert all(torch.equal(one[key], other[key]) for key in one)
+        assert same(*(load_file(folder / "checkpoints" / "latest" / name) for folder in (straight, parts)))
     for name in ("metadata.json", "checkpoints/latest/run.json"):
         one, other = (json.loads((folder / name).read_text())["init_from"] for folder in (straight, parts))
         assert one == other and one["name"] == str(weights)

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import losses, rows, train_on_two
+from faults import losses, rows, same, train_on_two
 from safetensors.torch import load_file
 from tiny_export import exported_weights
 
@@ -24,7 +24,6 @@ from hfgolf.system import hardware
 from hfgolf.system.errors import UserError
 from hfgolf.train import loop, setup, validation
 from hfgolf.train.console import show_log
-from hfgolf.train.loop import due
 
 ROOT = Path(__file__).parents[2]
 
@@ -61,19 +60,18 @@ def test_run_writes_all_documented_files(run, tiny_run, capsys):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("precision", "loss_rtol", "weight_atol"), [("no", 1e-5, 1e-4), ("bf16", 1e-2, 0.1)])
-def test_accumulation_is_exact(run, tiny_run, precision, loss_rtol, weight_atol):
+def test_accumulation_is_exact(run, tiny_run):
     """1x16 = 4x4 = 16x1, with the optimizer that people have: only tokens_per_step matters, not the micro-batches."""
-    options = {"batch__tokens_per_step": 512, "train__max_steps": 5, "train__mixed_precision": precision}
+    options = {"batch__tokens_per_step": 512, "train__max_steps": 5}
     options |= {"train__eval_every_steps": 100, "train__save_every_steps": "null"}
     first, *others = (
         run(tiny_run(run__name=f"micro{size}", batch__micro_batch_size=size, **options)) for size in (16, 4, 1)
     )
     for other in others:
-        assert losses(other) == pytest.approx(losses(first), rel=loss_rtol)
+        assert losses(other) == pytest.approx(losses(first), rel=1e-5)
         for name, tensor in weights(first / "checkpoints" / "latest").items():
             saved = weights(other / "checkpoints" / "latest")[name]
-            torch.testing.assert_close(saved, tensor, rtol=1e-3, atol=weight_atol)
+            torch.testing.assert_close(saved, tensor, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize(("options", "clip"), [({}, 1.0), ({"train__max_grad_norm": 0.25}, 0.25)])
@@ -161,8 +159,7 @@ def test_a_signal_saves_and_the_resumed_run_is_the_straight_one(run, tiny_run, s
     assert (tmp_path / "runs" / "stopped" / "checkpoints" / "step-000002").is_dir()
     stopped = run(arguments)
     assert losses(stopped) == losses(straight)
-    before, after = (weights(folder / "checkpoints" / "latest") for folder in (straight, stopped))
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert same(*(weights(folder / "checkpoints" / "latest") for folder in (straight, stopped)))
 
 
 @pytest.mark.slow
@@ -368,16 +365,6 @@ def test_max_epochs_counts_passes_over_the_blocks(run, tiny_run):
     assert 0.1 <= last["epoch"] < 0.1 + 256 / 32 / 1000
 
 
-def test_finished_run_is_not_overwritten_by_another_config(run, copied_run, tiny_run):
-    folder = copied_run()
-    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    with pytest.raises(
-        UserError, match=r"another config \(optim.learning_rate 0.02 -> 0.5\); choose another --run.name"
-    ):
-        run(tiny_run(optim__learning_rate=0.5))
-    assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
-
-
 def test_missing_new_key_counts_as_its_default(run, tiny_run, copied_run):
     """Removes two keys, one of them a tuple, from the config of a complete run."""
     folder = copied_run(train__max_steps=3)
@@ -395,12 +382,6 @@ def test_unwritable_output_folder_is_one_line(run, tiny_run, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(UserError, match=r"run.output_dir: cannot write to .*; choose another --run.output_dir"):
         run(tiny_run(run__output_dir=tmp_path / "file"))
-
-
-def test_due_every_n_steps_and_at_the_end():
-    assert [step for step in range(1, 11) if due(step, 4, step == 10)] == [4, 8, 10]
-    assert not due(7, None, False)
-    assert due(7, None, True)
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, "auto"])

@@ -47,15 +47,9 @@ def launched_by(monkeypatch, tmp_path):
     def pretend(precision: str, *words: str) -> None:
         from accelerate.commands.config import config_args
 
-        class Parent:
-            def parent(self):
-                return self
-
-            def cmdline(self):
-                script = [] if "train.py" in words else ["train.py"]
-                return ["accelerate", "launch", *words, *script]
-
-        monkeypatch.setattr(process.psutil, "Process", Parent)
+        script = [] if "train.py" in words else ["train.py"]
+        parent = SimpleNamespace(cmdline=lambda: ["accelerate", "launch", *words, *script])
+        monkeypatch.setattr(process.psutil, "Process", lambda: SimpleNamespace(parent=lambda: parent))
         monkeypatch.setattr(config_args, "default_config_file", str(tmp_path / "none.yaml"))
         monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", precision)
 
@@ -160,11 +154,6 @@ def test_every_generator_is_seeded(monkeypatch):
     monkeypatch.setattr(torch.cuda, "manual_seed_all", of_gpus.append)
     process.seed_everything(7)
     assert of_gpus == [7]
-
-
-def test_fp32_does_not_use_tf32(tiny_run):
-    setup.set_up(load_config(tiny_run()))
-    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
 
 
 def test_compiles_only_if_it_saves_time(monkeypatch):

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from faults import column, events, losses, rows, train_on_two
+from faults import column, events, losses, rows, same, train_on_two
 from safetensors.torch import load_file
 from sharded import needs_fsdp2, shard
 from tiny_export import exported_weights
@@ -36,15 +36,8 @@ from hfgolf.train.recovery import LossWatch
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
-NO_EVALUATION = {
-    "train__eval_every_steps": 100
-}  # except at the end; an evaluation would save a checkpoint if it was the best
-NAN_ON_ONE_RANK = {
-    "batch__micro_batch_size": 4,
-    "train__max_skipped_steps": 2,
-    "train__save_every_steps": 4,
-    "train__max_steps": 8,
-}
+# except at the end; an evaluation would save a checkpoint if it was the best
+NO_EVALUATION = {"train__eval_every_steps": 100}
 BAD = "model.layers.0.mlp.up_proj.weight"  # what conftest.py spoils
 
 
@@ -381,7 +374,8 @@ def test_nonfinite_weights_of_one_rank_are_not_saved_and_are_rolled_back(tiny_ru
     ],
 )
 def test_nan_on_one_rank_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_path, spoil_gradients, prepare):
-    options = NAN_ON_ONE_RANK
+    options = {"train__max_skipped_steps": 2, "train__save_every_steps": 4, "train__max_steps": 8}
+    options |= {"batch__micro_batch_size": 4}
     runs = spoil_gradients(lambda step: step in (1, 4, 5))
     one = run(tiny_run(run__name="one", **options))
     train_on_two(tiny_run(run__name="two", **options), tmp_path / "output", prepare)
@@ -393,8 +387,7 @@ def test_nan_on_one_rank_is_skipped_and_rolled_back_on_all(run, tiny_run, tmp_pa
     assert told[0] == told[1] == [("skipped_step", 2), ("skipped_step", 5), ("skipped_step", 6), ("rollback", 4)]
     assert {event["first_parameter"] for event in events(two) if event["event"] == "skipped_step"} == {BAD}
     if prepare is spoil_the_second_rank:
-        first, second = (torch.load(two / f"rank{rank}.pt") for rank in (0, 1))
-        assert all(torch.equal(first[name], second[name]) for name in first)
+        assert same(*(torch.load(two / f"rank{rank}.pt") for rank in (0, 1)))
     else:
         assert losses(two) == pytest.approx(losses(one), rel=1e-5)
 

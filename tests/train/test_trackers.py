@@ -129,15 +129,7 @@ def test_wandb_gets_the_rows_of_metrics_jsonl_also_after_a_resume(run, tiny_run,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("lacking", ["an account", "a network"])
-def test_wandb_goes_offline_without_account_or_network(run, tiny_run, monkeypatch, caplog, lacking):
-    import wandb
-
-    def unreachable(**options: object) -> bool:
-        raise wandb.errors.AuthenticationError("no such host")
-
-    if lacking == "a network":
-        monkeypatch.setattr(wandb, "login", unreachable)
+def test_wandb_goes_offline_without_an_account(run, tiny_run, monkeypatch, caplog):
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.delenv("WANDB_MODE", raising=False)
     monkeypatch.setenv("NETRC", "/nonexistent")
