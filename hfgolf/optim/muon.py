@@ -330,8 +330,8 @@ def _muon(
         _add_orthogonal(params, grads, buffers, mean_squares, group, splits, process_group)
         return
 
-    pairs = zip(grads, buffers, strict=True)
-    directions = [full_tensor(torch.lerp(grad, buffer, group["momentum"])) for grad, buffer in pairs]
+    buffers = [torch.lerp(grad, buffer, group["momentum"]) for grad, buffer in zip(grads, buffers, strict=True)]
+    directions = [full_tensor(buffer) for buffer in buffers]
     updates = [torch.zeros_like(direction) for direction in directions]
     full_mean_squares = [full_tensor(mean_square) for mean_square in mean_squares]
     _add_orthogonal(updates, directions, [], full_mean_squares, group, splits, process_group)
