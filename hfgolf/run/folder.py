@@ -219,10 +219,10 @@ _LEFTOVER_PLACES = (
     *(".partial-*", ".replaced-*", "milestones/.partial-*", "milestones/.replaced-*"),
     "starts/*/.partial-*",
 )
-# What a killed write of hfgolf's leaves.
+# What a killed write of a run leaves. An export may be writing golf/ meanwhile: the next one removes what it leaves.
 _LEFTOVER = re.compile(
     r"\.partial-(config\.yaml|uncommitted\.patch|metrics\.jsonl|report\.(html|md)|\w+\.png|shared-[0-9a-f]{16})"
-    r"|\.partial-(metadata|summary|tasks|profile)\.json|\.(partial|replaced)-(model|golf|chck_[\w.]+)"
+    r"|\.partial-(metadata|summary|tasks|profile)\.json|\.(partial|replaced)-(model|chck_[\w.]+)"
 )
 
 
