@@ -156,6 +156,11 @@ def test_every_generator_is_seeded(monkeypatch):
     assert of_gpus == [7]
 
 
+def test_fp32_does_not_use_tf32(tiny_run):
+    setup.set_up(load_config(tiny_run()))
+    assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
+
+
 def test_compiles_only_if_it_saves_time(monkeypatch):
     assert should_compile(CPU, "no", 6000.0)[0]
     assert not should_compile(CPU, "no", 100.0)[0]
