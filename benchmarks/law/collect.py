@@ -143,6 +143,7 @@ def train(cell: Cell, folder: Path) -> dict[str, object]:
         "train.compile": False,
         "train.mixed_precision": "bf16",
         "train.sample_tokens": None,
+        "train.resume": "auto",  # of a process that was killed, whose claim somebody has removed
         **values_of_repeats(epochs, cell.steps),
     }
     summary = api.train(load_config(["--config=small"], values=values))
