@@ -203,7 +203,7 @@ def read_scores(option: str, paths: Sequence[Path]) -> list[Score]:
     what score.py or `hfgolf evaluate --json` printed.
 
     Raises UserError for anything else, for a path or a seed that comes twice, for runs whose configs differ in more
-    than the seed, for exports with problems, and if only some of the runs were exported.
+    than the seed, for exports with problems, for scores of no text, and if only some of the runs were exported.
     """
     from hfgolf.compare.outcome import group_by_arm, read_outcome  # late: it imports torch
 
@@ -218,10 +218,17 @@ def read_scores(option: str, paths: Sequence[Path]) -> list[Score]:
         raise UserError(
             f"{option}: {missing[0]} has no golf export, others have; run `hfgolf golf export` for all, or for none."
         )
-    return [
+    scores = [
         _run_score(option, path, outcomes[path], not missing) if path in outcomes else _file_score(option, path)
         for path in paths
     ]
+    for path, score in zip(paths, scores, strict=True):
+        if not all(isinstance(count, int) and count > 0 for count in (score.num_tokens, score.num_bytes)):
+            raise UserError(
+                f"{option}: {path} says that {score.num_tokens} tokens of {score.num_bytes} bytes were scored; score a"
+                " text with that model again."
+            )
+    return scores
 
 
 def _run_score(option: str, path: Path, outcome: Any, is_exported: bool) -> Score:

@@ -194,6 +194,7 @@ def test_invalid_submission_is_one_line(run_folder, record, files, tmp_path):
     )
     (damaged / "golf" / "ledger.json").write_text("{")
     (tmp_path / "bad.json").write_text("[]")
+    (tmp_path / "empty.json").write_text('{"bpb": 1.5, "tokens": 0, "bytes": 0}')
     two = ("--runs", first, second)
     bad = [
         (("--runs", first), "1 seed has no deviation"),
@@ -207,6 +208,7 @@ def test_invalid_submission_is_one_line(run_folder, record, files, tmp_path):
         (("--runs", exported[1], damaged), "ledger.json is damaged"),
         (("--runs", first, tmp_path / "none"), "neither the folder of a run nor"),
         (("--runs", first, tmp_path / "bad.json"), "neither the folder of a run nor"),
+        (("--runs", first, tmp_path / "empty.json"), "empty.json says that 0 tokens of 0 bytes were scored; score a"),
         ((*two, "--leave_out", "third=why"), "there is no run third"),
         ((*two, "--leave_out", "first (seed 1)= "), "has no reason; write it as RUN=REASON"),
         ((*two, "--leave_out", "first"), "has no reason; write it as RUN=REASON"),
