@@ -84,7 +84,8 @@ def processes() -> PartialState:
     from accelerate.utils import parse_flag_from_env
 
     names = ("gradient_accumulation_steps", "gradient_clipping")  # accelerate tells only DeepSpeed of these
-    stated = {f"ACCELERATE_{name.upper()}": getattr(launch_arguments(), name, None) for name in names}
+    arguments = launch_arguments()
+    stated = {f"ACCELERATE_{name.upper()}": getattr(arguments, name, None) for name in names}
     check_settings(os.environ | {name: str(value) for name, value in stated.items() if value is not None})
     use_cpu = parse_flag_from_env("ACCELERATE_USE_CPU")
     options: dict[str, Any] = {"timeout": _PATIENCE}
