@@ -373,8 +373,10 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
     except UserError:
         raise
     except Exception as error:  # OSError, ValueError, KeyError, ...: depends on what is broken
-        reason = first_line(error)
-        raise UserError(f"{where} cannot be loaded ({reason}); check the name or folder and the network.") from error
+        advice = "check the name or folder and the network"
+        if path.is_file():
+            advice = "name a tokenizer.json or a SentencePiece *.model"
+        raise UserError(f"{where} cannot be loaded ({first_line(error)}); {advice}.") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UserError(f"{where} has no tokenizer.json; hfgolf needs a fast tokenizer.")
     if not tokenizer.get_vocab().keys() - tokenizer.get_added_vocab().keys():  # transformers made an empty one

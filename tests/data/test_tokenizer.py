@@ -157,10 +157,12 @@ def test_pretrained_tokenizer_is_used_unchanged(tmp_path):
     assert tokenizer_sha256(loaded) == tokenizer_sha256(build("bpe", tmp_path / "cache"))
 
     (tmp_path / "empty.json").write_text("")
-    for name in ("nowhere", "empty.json"):
+    (tmp_path / "words.tiktoken").write_text("IQ== 0\n")
+    a_file = "name a tokenizer.json or a SentencePiece *.model."
+    for name, advice in (("nowhere", "and the network."), ("empty.json", a_file), ("words.tiktoken", a_file)):
         with pytest.raises(UserError, match="cannot be loaded") as caught:
             load_pretrained(tmp_path / name)
-        assert "\n" not in str(caught.value)
+        assert "\n" not in str(caught.value) and str(caught.value).endswith(advice)
 
 
 def load_pretrained(path: Path) -> PreTrainedTokenizerFast:
