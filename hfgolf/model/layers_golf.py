@@ -289,7 +289,7 @@ class GolfBlock(nn.Module):
 
 
 class GolfSmear(nn.Module):
-    """Mix each token with the one before: x_t + strength * sigmoid(gate . x_t[:size]) * x_(t-1)."""
+    """Mix each token but the first with the one before: x_t + strength * sigmoid(gate . x_t[:size]) * x_(t-1)."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -297,8 +297,9 @@ class GolfSmear(nn.Module):
         self.gate = nn.Parameter(torch.empty(config.smear_gate))
         self.strength = nn.Parameter(torch.empty(1))
 
-    def forward(self, x: Tensor, input_ids: Tensor) -> Tensor:
+    def forward(self, x: Tensor, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         gate = self.strength * torch.sigmoid((x[..., : len(self.gate)] * self.gate).sum(-1, keepdim=True))
+        gate = gate * (position_ids > 0)[..., None]  # before the first token, a row may have padding
         if self.separator is not None:  # a document must not begin with the end of the one before
             gate = gate * (input_ids != self.separator)[..., None]
         return x + gate * F.pad(x[:, :-1], (0, 0, 1, 0))
@@ -307,7 +308,7 @@ class GolfSmear(nn.Module):
 class GolfBigram(nn.Module):
     """Add a hashed embedding of the last two tokens: scale * proj(table[(36313 t_i XOR 27191 t_(i-1)) mod (rows - 1)]).
 
-    The first token of a sequence has the last row. The table starts at zero and the projection does not: with both at
+    The first token, at position 0, has the last row. The table starts at zero and the projection does not: with both at
     zero, neither would ever get a gradient.
     """
 
@@ -317,10 +318,10 @@ class GolfBigram(nn.Module):
         self.proj = nn.Linear(config.bigram_size, config.hidden_size, bias=False)
         self.scale = nn.Parameter(torch.empty(1))
 
-    def forward(self, input_ids: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor) -> Tensor:
         rows = self.table.num_embeddings - 1
-        hashed = torch.bitwise_xor(36313 * input_ids[:, 1:], 27191 * input_ids[:, :-1]) % rows
-        return self.scale * self.proj(self.table(F.pad(hashed, (1, 0), value=rows)))
+        hashed = torch.bitwise_xor(36313 * input_ids, 27191 * F.pad(input_ids[:, :-1], (1, 0))) % rows
+        return self.scale * self.proj(self.table(torch.where(position_ids > 0, hashed, rows)))
 
 
 class GolfValueEmbedding(nn.Module):
@@ -425,9 +426,9 @@ class GolfStack(nn.Module):
         if self.config.position_embedding == "learned":
             hidden_states = hidden_states + self.embed_positions(position_ids)
         if self.config.bigram_buckets:
-            hidden_states = hidden_states + self.bigram(input_ids)
+            hidden_states = hidden_states + self.bigram(input_ids, position_ids)
         if self.config.smear_gate:
-            hidden_states = self.smear(hidden_states, input_ids)
+            hidden_states = self.smear(hidden_states, input_ids, position_ids)
         if self.config.embedding_norm:
             hidden_states = self.embed_norm(hidden_states)
         return apply_dropout(hidden_states, self.config.dropout, self.training)

@@ -17,9 +17,10 @@ WAYS = {
     "guesses from the prompt": {"prompt_lookup_num_tokens": 3},
 }
 GOLF = ("loop_of_the_middle", "lanes", "value_embedding", "exclude_self_value", "head_gate")
+CACHED = ("modern", "learned", "no_positions", "one_key_value_head", *GOLF)
 
 
-@pytest.fixture(params=["modern", "learned", "no_positions", "one_key_value_head", *GOLF])
+@pytest.fixture(params=CACHED)
 def option(request, all_options):
     """The options whose positions, masks or cache differ."""
     return all_options[request.param]
@@ -90,8 +91,9 @@ def test_paged_cache_generates_the_text_of_full_passes(build_golf, all_options, 
     assert [found[name].generated_tokens for name in sorted(found)] == expected
 
 
-def test_left_padded_batch_generates_what_each_prompt_does_alone(build_golf, option, token_ids):
-    golf = build_golf(**option)
+@pytest.mark.parametrize("name", [*CACHED, "smear_gate", "bigram", "document", "golf_record"])
+def test_left_padded_batch_generates_what_each_prompt_does_alone(build_golf, all_options, token_ids, name):
+    golf = build_golf(**all_options[name])
     rows = [token_ids[0], token_ids[1, :11], token_ids[2, :3]]
     padded, mask = left_padded(rows)
     together = generate(golf, padded, attention_mask=mask)

@@ -92,7 +92,7 @@ def test_bigrams_are_hashed_as_published(token_ids):
         bigram.scale.fill_(0.5)
     row = token_ids[0].tolist()
     rows = [9, *(((36313 * now) ^ (27191 * before)) % 9 for before, now in pairwise(row))]
-    assert bigram(token_ids[:1])[0, :, 0].tolist() == rows
+    assert bigram(token_ids[:1], torch.arange(len(row)))[0, :, 0].tolist() == rows
 
 
 def test_matrices_are_initialized_as_stated(build_golf):
