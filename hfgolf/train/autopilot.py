@@ -46,6 +46,7 @@ SHARE_OF_STEPS = 0.93  # of the minutes; evaluations and saves take the rest
 EVALUATIONS, EVALUATION_SECONDS = 10, 8.0  # at most so many, so far apart: one with its sample takes half a second
 FEW_WEIGHTS, TOKENS_PER_WEIGHT = 5_000_000, 10  # the law knows no larger models: with more, as many tokens for each
 MIN_STEPS = 100  # the law knows no shorter training: if the minutes allow no more, it is the smallest shape
+MAX_KNOWN = 0.5  # more or fewer bits per byte than the choice: beyond, the law has left what it was fitted to
 READ_BYTES = 20_000_000
 SAMPLE_BYTES = 2_000_000
 MAX_TIMED, TIMED_SECONDS, MAX_TIMES = 4, 1.0, 50  # shapes, and of each
@@ -395,11 +396,14 @@ def _described(best: Choice, others: Mapping[str, Choice], text: Text, minutes: 
     teachers = 0 if best.is_whole else count_teachers(best.seconds, SHARE_OF_STEPS * minutes)
     length += ("", "; then it teaches another model", "; then it and a second one teach another model")[teachers]
     found = [
-        f"{name} {other.bits_per_byte / best.bits_per_byte - 1:+.1%}"
+        f"{name} {more:+.1%}" if abs(more) < MAX_KNOWN else f"{name} unknown"
         for name, other in others.items()
         if max(other.bits_per_byte, best.bits_per_byte) < math.inf
+        for more in (other.bits_per_byte / best.bits_per_byte - 1,)
     ]
-    known = f"the law knows no text so {text.strange}" if text.strange else "the law is off by 2%"
+    is_short = best.tokens < MIN_STEPS * best.tokens_per_step
+    unknown = f"text so {text.strange}" if text.strange else "training so short" if is_short else ""
+    known = f"the law knows no {unknown}" if unknown else "the law is off by 2%"
     instead = [labeled("instead", f"{', '.join(found)} (bits per byte; {known})")] if found else []
     return [
         labeled("chosen", f"{what}; about {length}"),

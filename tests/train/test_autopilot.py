@@ -16,9 +16,9 @@ from hfgolf.config.parse import AUTOPILOT, _say_once, base_for, load_config
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import autopilot
-from hfgolf.train.autopilot import Speed
+from hfgolf.train.autopilot import Choice, Speed
 from hfgolf.train.decisions import decide
-from hfgolf.train.law import Shape
+from hfgolf.train.law import Shape, Text
 
 QUICK = ["--train.cpu_threads=1", "--train.compile=false", "--train.sample_tokens=null", "--batch.sequence_length=64"]
 
@@ -60,6 +60,17 @@ def test_minutes_choose_what_nobody_states(text, hfgolf):
     for key in set(AUTOPILOT) - {"model.hidden_size", "optim.learning_rate"}:
         line = next(line for line in written.splitlines() if line.startswith(f"  {key.split('.')[1]}:"))
         assert line.endswith("# auto"), line
+
+
+@pytest.mark.parametrize(("steps", "known"), [(99, "knows no training so short"), (100, "is off by 2%")])
+def test_no_figure_is_said_of_what_the_law_cannot_know(steps, known):
+    def choice(bits_per_byte):
+        return Choice(Shape(128, 3, 512), 2048, steps * 2048, 1.0, 60.0, True, bits_per_byte)
+
+    others = {"width 160": choice(2.04), "half the time": choice(0.5), "twice the time": choice(40.0)}
+    lines = autopilot._described(choice(2.0), others, Text(10**6, 2.0, {512: 0.5}), 1.0, False)
+    said = "width 160 +2.0%, half the time unknown, twice the time unknown"
+    assert lines[1] == f"instead  {said} (bits per byte; the law {known})"
 
 
 def test_what_the_first_start_chose_stays_in_the_same_command_a_resume_and_the_recorded_config(
