@@ -54,6 +54,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
     "compare": (
         "",
         {
+            "": "the following arguments are required: paths; `... --help` shows what it takes.\n",
             "nothing.yaml": "there is no definition nothing.yaml; name one, such as benchmarks/",
             "nothing": "nothing holds no complete run; finish its training",
             "nothing tiny.yaml": "nothing holds no complete run; finish its training",
@@ -99,6 +100,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
         "--model gpt2",
         {
             "--model nowhere": "--model: cannot load nowhere",
+            "--max_tokens 9": "unrecognized arguments: --max_tokens; did you mean --max_new_tokens?\n",
             "--temperature 1e-300": "--temperature: 1e-300 is out of range; allowed: 0, or 0.001 to 1000000.",
             f"--seed {2**70}": "--seed: 1180591620717411303424 is out of range; allowed: 0 to",
             "--prompt caf\udce9": "--prompt: not UTF-8; convert it, or set the terminal to UTF-8.",

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import shortened
+from hfgolf.system.wording import close_match, shortened
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,12 @@ class ScriptParser(argparse.ArgumentParser):
         super().__init__(description=description, epilog=text, allow_abbrev=epilog is None, formatter_class=as_written)
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message.removeprefix('argument ')}.")
+        if message.startswith("argument "):  # about a value, and it says what is allowed
+            raise UserError(f"{message.removeprefix('argument ')}.")
+        words = [word for word in message.split() if word.startswith("--")]
+        meant = close_match(words[0], self._option_string_actions) if "unrecognized" in message and words else None
+        advice = f"did you mean {meant}?" if meant else f"`{self.prog} --help` shows what it takes."
+        raise UserError(f"{message}; {advice}")
 
 
 def within(minimum: float, maximum: float) -> Callable[[str], float]:
