@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import re
+import shlex
 import sysconfig
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -28,7 +29,7 @@ from hfgolf.data.downloads import download, list_urls
 from hfgolf.data.tables import BINARY_TABLES, TABLES
 from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact
-from hfgolf.system.wording import count_of, first_line, join_words
+from hfgolf.system.wording import close_match, count_of, first_line, join_words
 
 FIRST_TEXTS = (".txt", ".md", ".rst", ".tex", ".html", ".py", ".c", ".h", ".cpp", ".java", ".js", ".ts", ".go", ".rs")
 """What counted as text in an archive before there was a key for it in the identity of a corpus."""
@@ -255,7 +256,11 @@ def _find_paths(name: str, key: str) -> tuple[list[str], bool]:
         rest = os.path.join(last, rest)
     paths = sorted(glob.glob(os.path.join(glob.escape(folder), rest), recursive=True))
     if not paths:
-        raise UserError(f"{key}: no file matches {name!r} (in {Path.cwd()}); give a file, a folder, a glob or a URL.")
+        beside = [] if glob.has_magic(rest) else glob.glob("*", root_dir=folder or None)
+        meant = close_match(rest, beside, likeness=0.6)  # of "german texts", `german` is near enough
+        likely = meant and shlex.quote(os.path.join(folder, meant))
+        advice = f"did you mean {likely}?" if likely else "give a file, a folder, a glob or a URL."
+        raise UserError(f"{key}: no file matches {name!r} (in {Path.cwd()}); {advice}")
     return paths, True
 
 
