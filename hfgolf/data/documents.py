@@ -278,7 +278,7 @@ def _other_encoding(error: UnicodeDecodeError) -> str:
     high = [byte for byte in block if byte >= 0x80]
     if _utf8_share(block) > 0.5:
         return "most of it is UTF-8, so these bytes are damaged; `iconv -c -f UTF-8 -t UTF-8 OLD > NEW` leaves them out"
-    if block.count(0) > len(block) / 100:
+    if sum(map(block.count, range(8))) > len(block) / 100:  # control characters, which no encoding has in text
         return "it is probably not text; remove it"
     if len(high) < len(block) / 3:
         name, encoding = "Latin-1", "latin-1"

@@ -290,6 +290,7 @@ def test_office_documents_are_named_by_their_ending(read):
         ("é".encode() * 50 + b"\xff" + "é".encode() * 50, "most of it is UTF-8"),
         ("é".encode() * 50 + b"\xc3", "its last character is cut"),
         (b"\0\1\xff\0\0\0" * 20, "it is probably not text"),
+        (bytes(range(256)), "it is probably not text"),
         ("plain text".encode("utf-16-be"), "without a byte order mark, not UTF-8; set data.encoding utf-16-be."),
         ("text".encode("utf-16") + b"\0", "a.txt is not utf-16-le (byte 10: truncated data); restore it, or find"),
     ],
