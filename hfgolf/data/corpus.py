@@ -118,7 +118,7 @@ class Corpus:
         """Return whether there are too few documents for their names to divide, and say so."""
         is_undivided = not self.data.val_files and {len(split) > 0 for split in pieces.values()} == {True, False}
         if is_undivided:
-            logger.info("data: too few documents to divide by their names, so the last of them validate")
+            logger.info("data: too few documents to divide by their names, so the end of the text validates")
         return is_undivided
 
     def _write(
