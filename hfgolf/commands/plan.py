@@ -86,6 +86,7 @@ def main() -> Answer | None:
             raise UserError(f"train.max_minutes: {needs.problem}")
         steps = affordable_steps(config, data, speed, 60 * minutes)
         affordable = run_length(config, data, speed, steps, price)
+        length = affordable if length and note else length  # if the minutes end the run, they say how long it is
     milestones = milestone_steps(config, data)
     if os.environ.get("RANK", "0") != "0":
         return None

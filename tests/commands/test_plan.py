@@ -239,6 +239,9 @@ def test_script_plans_for_a_budget(script, tiny_run):
     assert by_money["dollars"] <= 1
     assert numbers(script(*options, "--minutes", 9, "--json"))["budget"]["steps"] < by_money["steps"]
     said = script(*options, *dollars)
+    assert "run: 6 steps" in said
+    endless = numbers(script(*options, *dollars, "--train.max_steps", 10**6, "--json"))
+    assert endless["length"] == endless["budget"] == by_money  # one number of steps, not two
     assert f"budget: 10 min 00 s, $1.00 at $6 per hour, pay for {by_money['steps']} steps" in said
     assert "; the config's 6 steps fit" in said
     too_long = script(*options, "--train.max_steps", 1000, "--minutes", 1)
