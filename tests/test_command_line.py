@@ -267,6 +267,7 @@ MISTAKES = {
     "--golf.qat_fraction=0.1 --golf.budget_bytes=9000 --optim.ema_export=true --optim.ema_decay=0.9": (
         "optim.ema_export: true does not go with golf.qat_fraction: averages are on no grid; drop one."
     ),
+    "--hub.repo_id ./folder": "'./folder' is not allowed; allowed: user/name, each of letters, digits, . _ -",
     "--hub.push true": "hub.repo_id is null, but hub.push is true; name the repository, as user/name.",
     "--hub.language '[en, English]'": "'English' is not allowed; allowed: a list, each a code of ISO 639, code",
     "--optim.ema_export true": "optim.ema_export is true, but there is no EMA; set optim.ema_decay.",

@@ -9,13 +9,16 @@ Or a GGUF file, to a repository of its own whose card names the model:
     hfgolf push --model small.gguf --repo user/name-gguf --base_model user/name
 """
 
+import re
 from pathlib import Path
 from typing import Any
 
 from hfgolf.commands.options import Answer, ScriptParser
+from hfgolf.config.sections import REPOSITORY
 from hfgolf.run.find_model import models_here
 from hfgolf.run.folder import RunFolder
 from hfgolf.system.errors import UserError
+from hfgolf.system.wording import shortened
 
 
 def main() -> Answer:
@@ -36,6 +39,8 @@ def main() -> Answer:
         help="auto: native, which loads without trust_remote_code, if transformers has the architecture (auto)",
     )
     arguments = parser.parse_args()
+    if not re.match(REPOSITORY, arguments.repo):
+        raise UserError(f"--repo: {shortened(arguments.repo)} names no repository; allowed: user/name.")
     model = arguments.model or _model_of(arguments.run)
     is_gguf = model.suffix == ".gguf" and model.is_file()
     if arguments.base_model and not is_gguf:

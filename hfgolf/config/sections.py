@@ -178,6 +178,9 @@ _ENTRIES = Field(description="a list of mappings, each the keys of data for one 
 Entries = Annotated[list[dict[str, Any]], _ENTRIES, AfterValidator(mixture.with_text_keys), AfterValidator(_known)]
 _NAME = Field(pattern=r"^\w[\w.-]*$", description="letters, digits, . _ -, up to 200 bytes")
 Name = Annotated[str, _NAME, AfterValidator(_short)]
+REPOSITORY = r"^([\w-][\w.-]*/)?[\w-][\w.-]*$"
+_REPOSITORY = Field(pattern=REPOSITORY, description="user/name, each of letters, digits, . _ -")
+Repository = Annotated[str, _REPOSITORY]
 _LICENSE = Field(pattern=r"^[a-z0-9]+([.-][a-z0-9]+)*$", description="a name in lower case such as apache-2.0")
 License = Annotated[str, _LICENSE]
 _LANGUAGE = Field(pattern=r"^([a-z]{2,3}|code|multilingual)$", description="a code of ISO 639, code or multilingual")
@@ -813,7 +816,7 @@ class HubSection(Section, frozen=True):
 
     push: bool = False
     """Push the model to the Hub when the run ends."""
-    repo_id: Text | None = None
+    repo_id: Repository | None = None
     """Repository, as user/name."""
     private: bool = False
     """Create the repository as private."""
