@@ -258,9 +258,9 @@ def _find_paths(name: str, key: str) -> tuple[list[str], bool]:
     if not paths:
         beside = [] if glob.has_magic(rest) else glob.glob("*", root_dir=folder or None)
         meant = close_match(rest, beside, likeness=0.6)  # of "german texts", `german` is near enough
-        likely = meant and shlex.quote(os.path.join(folder, meant))
-        advice = f"did you mean {likely}?" if likely else "give a file, a folder, a glob or a URL."
-        raise UserError(f"{key}: no file matches {name!r} (in {Path.cwd()}); {advice}")
+        likely = f"; did you mean {shlex.quote(os.path.join(folder, meant))}?" if meant else "."
+        advice = "give a file, a folder, a glob or a URL"
+        raise UserError(f"{key}: no file matches {name!r} (in {Path.cwd()}); {advice}{likely}")
     return paths, True
 
 

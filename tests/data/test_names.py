@@ -73,7 +73,7 @@ def test_folders_that_exist_are_literal_in_a_glob(here):
         (lambda: os.symlink("gone.txt", "a"), "data.files: 'a' is a link to 'gone.txt', which does not exist"),
         (lambda: os.mkfifo("a"), "data.files: 'a' is a pipe, socket or device"),
         (lambda: None, "data.files: no file matches 'a'"),
-        (lambda: Path("a ").touch(), "); did you mean 'a '?"),
+        (lambda: Path("a ").touch(), "or a URL; did you mean 'a '?"),
         (lambda: Path("a").write_bytes(b"%PDF-1.7\n"), "data.files: a is a PDF, not text; convert it"),
         (lambda: Path("a").write_bytes(b"\x89PNG\r\n"), "data.files: a is a picture, not text"),
     ],
