@@ -51,12 +51,11 @@ CELLS = """
     1e13   python docstrings               192/2048l2 192/2048l3
     3e13   docstrings                      256/2048l3
     7.7e13 shakespeare                     256/1024x4096-0.1 256/1024x4096-0.2
-    1.1e14 shakespeare                     256/1024x4096-0.2 256/1024x4096-0.3
-    1.67e14 shakespeare                    256/1024x4096-0.2
     1.7e13 topics docstrings200 shakespeare200 256/512-0.2
     3e13   topics docstrings200 shakespeare200 256/512-0.2 256/512-0.3
     5e13   docstrings python1m             256/2048 256/2048-0.1
     1e14   docstrings                      256/2048-0.1
+    1e14   python                          128/2048x4096 256/4096x4096 192/2048x4096
 """
 """Each line: FLOPs, texts, and runs: WIDTH/VOCABULARY, xTOKENS of a step (2,048), -DROPOUT (0), sLENGTH of a sequence
 (256), lLAYERS (law.py's).

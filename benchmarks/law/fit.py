@@ -28,9 +28,7 @@ PRIOR = {
     "critical_tokens": ([10_000.0], [0.7]),
     "entries": ([1.0, 0.7, 0.7], [1, 0.4, 0.4]),
     "memory": ([0.02, 0.7, 1.8], [1, 0.4, 0.3]),
-    "forgetting": ([10.0], [0.5]),
-    "late": ([0.15, 1.0], [0.7, 0.7]),
-    "copying": ([1.0, 3.3, 5.0], [0.5, 0.3, 1]),
+    "forgetting": ([5.0], [0.5]),
 }
 """{constants: (what the fit starts from and stays near, how far their logarithms may be from it)}."""
 SCALE, FLOOR = ([math.exp(0.3)], [0.5]), ([0.5], [0.4])
@@ -61,7 +59,7 @@ def main() -> None:
 def is_usable(row: dict[str, Any]) -> bool:
     """Return whether the law is about a run: long enough to have learned something, and not mostly by heart."""
     is_long = row["steps"] >= (300 if row["vocabulary"] == 256 else 100)
-    is_general = row["bits_per_byte"] < 1.15 * row["best_bits_per_byte"]
+    is_general = row["bits_per_byte"] < 1.3 * row["best_bits_per_byte"]
     return is_long and is_general and row["tokens_per_step"] >= 2048 and row.get("sequence_length", 256) == 256
 
 

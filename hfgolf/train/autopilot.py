@@ -38,7 +38,7 @@ from hfgolf.train.decisions import free_bytes
 from hfgolf.train.law import Shape, Text, bits_per_byte, heads_of, layers_of, rates_of, tokens_per_step_of
 from hfgolf.train.successor import count_teachers
 
-WIDTHS = (128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536)
+WIDTHS = (96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536)
 VOCABULARIES = (512, 1024, 2048, 4096, 8192, 16384)
 DROPOUTS = (0.0, 0.1, 0.2)
 LENGTHS = tuple(round(2_000 * 1.25**power) for power in range(90))  # of a training, in tokens
@@ -272,13 +272,15 @@ def _choices(
     for size, dropout in itertools.product(sizes, dropouts):
         text_tokens = text.num_bytes * text.tokens_per_byte[size.vocabulary]
         shape = dataclasses.replace(size, dropout=dropout)
-        step, whole = step_of(), 0.0
-        while True:  # larger steps are faster on a GPU, and a longer training takes larger steps
+
+        def tokens_in_time(step: int, shape: Shape = shape) -> float:
             limit = _stated_tokens(config, open_keys, text, step, shape.vocabulary)
-            whole = min(seconds / speed.seconds(shape, step) * step, limit)
-            if (larger := step_of(whole)) <= step:
-                break
-            step = larger
+            return min(seconds / speed.seconds(shape, step) * step, limit)
+
+        step = step_of()
+        while step_of(tokens_in_time(2 * step)) > step:  # a longer training takes larger steps, which are faster
+            step *= 2
+        whole = tokens_in_time(step)
         for tokens in (whole, *(length for length in lengths if length < whole)):
             step = min(step, step_of(tokens))
             step_seconds = speed.seconds(shape, step)

@@ -7,6 +7,7 @@ import os
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from hfgolf.run.metrics import read_rows
 from hfgolf.train import autopilot
 from hfgolf.train.autopilot import Choice, Speed
 from hfgolf.train.decisions import decide
-from hfgolf.train.law import Shape, Text
+from hfgolf.train.law import Shape, Text, tokens_per_step_of
 
 QUICK = ["--train.cpu_threads=1", "--train.compile=false", "--train.sample_tokens=null", "--batch.sequence_length=64"]
 
@@ -182,13 +183,30 @@ def test_a_text_that_is_read_often_takes_averages_of_the_weights_and_no_segments
     assert chosen.values["batch__segment_length"] == (None if epochs > 3 else 64)
 
 
+def seconds_of(shape, tokens_per_step):
+    return 0.03 + tokens_per_step * shape.flops_per_token(256) / 3e11
+
+
+def shape_of(config, vocabulary):
+    return Shape(config.model.hidden_size, config.model.num_hidden_layers, vocabulary)
+
+
+def test_a_step_is_as_large_as_goes_with_the_tokens_that_it_allows(text):
+    """Of two sizes that go with their tokens, the larger: part of a step's time is the same for all sizes."""
+    shape, config = Shape(96, 3, 2048), load_config([text, "--minutes=1"]).config
+    allowed = {step: 55.8 / seconds_of(shape, step) * step for step in (2048, 4096, 8192)}
+    assert [tokens_per_step_of(tokens) for tokens in allowed.values()] == [2048, 4096, 4096]
+    speed, large = SimpleNamespace(seconds=seconds_of), Text(2e7, 2.0, {2048: 0.3})
+    choice = next(autopilot._choices(config, set(AUTOPILOT), large, speed, [shape], 1))
+    assert (choice.tokens_per_step, choice.is_whole) == (4096, True)
+
+
 def test_choice_follows_from_timed_steps_of_two_widths_not_from_the_assumed_speed(text, monkeypatch):
     timed: list[int] = []
 
     def seconds_per_step(config, vocabulary, *_):
         timed.append(config.model.hidden_size)
-        shape = Shape(config.model.hidden_size, config.model.num_hidden_layers, vocabulary)
-        return 0.03 + config.batch.tokens_per_step * shape.flops_per_token(config.batch.sequence_length) / 3e11
+        return seconds_of(shape_of(config, vocabulary), config.batch.tokens_per_step)
 
     monkeypatch.setattr(autopilot, "seconds_per_step", seconds_per_step)
     decisions = decide(load_config([text, "--minutes=0.5"]), {})
