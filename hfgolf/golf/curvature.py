@@ -156,8 +156,9 @@ def summed_loss(model: nn.Module, batch: Any) -> tuple[Tensor, int, Tensor | Non
     stated = named.get("labels", named.get("targets", positional[1] if len(positional) > 1 else None))
     if targets is None and loss is not None:
         count = 1 if logits is None else logits.shape[:-1].numel()
-        count = max(1, int((stated != IGNORE_INDEX).sum())) if isinstance(stated, Tensor) else count
-        return loss.float() * count, count, logits  # its mean over the targets
+        count = int((stated != IGNORE_INDEX).sum()) if isinstance(stated, Tensor) else count
+        nats = loss.float() * count  # its mean over the targets, which is NaN without any
+        return nats if count else nats.nan_to_num(), count, logits
     ids = positional[0] if positional else named.get("input_ids", next(iter(named.values()), None))
     if targets is None and isinstance(ids, Tensor) and ids.ndim == 2:
         targets = F.pad(ids[:, 1:], (0, 1), value=IGNORE_INDEX)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import lzma
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from hfgolf.golf.script import packed_unpack
 from hfgolf.golf.unpack import EXACT, STORED, TRANSPOSED, state_sha256, unpack
 from hfgolf.system.durable import write_bytes
 from hfgolf.system.errors import UserError, writing
-from hfgolf.system.wording import one_line
+from hfgolf.system.wording import one_line, shortened
 
 _MAX_HALF = 65_280  # from here on, 8 significant bits round to infinity in fp16
 
@@ -89,15 +90,21 @@ def pack(
     folder = Path(folder)
     if folder.is_dir() and any(folder.iterdir()) and not (folder / UNPACK).is_file():
         raise UserError(f"folder: {folder} exists and pack did not write it; name a new folder.")
-    calibration, scored = list(batches), list(held_out)
+    if not isinstance(model, nn.Module) or not grid_layers(model):
+        raise UserError(f"model: {shortened(model)} is no nn.Module with linear layers or embeddings; pass one.")
+    if not isinstance(budget_bytes, int | float):
+        raise UserError(f"budget_bytes: {shortened(budget_bytes)} is no number of bytes, such as 500_000.")
+    with _run_on_batches(model):
+        calibration, scored = list(batches), list(held_out)
     if not calibration:
         raise UserError("batches: there are none; give some 32,768 tokens of the kind that the model was trained on.")
     coding, program = StateCoding(model), packed_unpack()
-    budget = {"budget_bytes": budget_bytes, "overhead_bytes": len(program)}
+    budget = {"budget_bytes": int(budget_bytes), "overhead_bytes": len(program)}
     require_room(coding.weights, size_of=lambda on_grids: len(coding.encode(on_grids).data), **budget)
-    loss_before = _mean_loss(model, scored or calibration)
-    progress(f"loss before: {loss_before:.4f} nats per target")
-    curvature = measure_curvature(model, calibration)
+    with _run_on_batches(model):
+        loss_before = _mean_loss(model, scored or calibration)
+        progress(f"loss before: {loss_before:.4f} nats per target")
+        curvature = measure_curvature(model, calibration)
     if not curvature:
         raise UserError("model: no linear layer or embedding of it ran on the batches, so there is nothing to round.")
     quantized, encoded = fill(coding.weights, curvature, coding.encode, progress=progress, **budget)
@@ -149,8 +156,8 @@ class StateCoding:
         names: dict[Any, list[str]] = {}
         state = model.state_dict(keep_vars=True)
         for name, tensor in state.items():
-            if not isinstance(tensor, Tensor):
-                raise UserError(f"model: {name} of its state dict is no tensor, and only tensors can be packed.")
+            if not isinstance(tensor, Tensor) or tensor.is_meta:
+                raise UserError(f"model: {name} of its state dict is no tensor with values, and only such are packed.")
             names.setdefault(place(tensor) if tensor.numel() else name, []).append(name)
         self.tensors: dict[str, Tensor] = {}
         self.weights: dict[str, NDArray[np.float32]] = {}
@@ -218,6 +225,20 @@ def _fits_half(tensor: Tensor) -> bool:
     """Return whether a tensor is a parameter whose values fp16 has. Buffers may be tables of angles: they need all."""
     is_real = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
     return is_real and bool((tensor.isfinite() & (tensor.abs() < _MAX_HALF)).all())
+
+
+@contextmanager
+def _run_on_batches(model: nn.Module) -> Iterator[None]:
+    """Say in one line that a model does not run on the batches; what it raised is the cause."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:  # whatever a model raises for what it does not take
+        raise UserError(
+            f"batches: {type(model).__name__} does not run on one ({type(error).__name__}: {one_line(error)[:200]});"
+            " give a list of what it takes: dicts of keyword arguments, tuples, or input ids (B, T)."
+        ) from error
 
 
 def _mean_loss(model: nn.Module, batches: Iterable[Any]) -> float:

@@ -223,6 +223,19 @@ def test_what_cannot_be_packed_is_refused_in_one_line(tmp_path):
         pack(model, [ids[:, :1] for ids in batches()], budget, tmp_path / "packed")
     with pytest.raises(UserError, match=r"^batches: Embedding returned neither a loss nor logits"):
         pack(nn.Embedding(VOCABULARY, WIDTH), [torch.zeros(3, dtype=torch.long)], budget, tmp_path / "packed")
+    with pytest.raises(UserError, match=r"^batches: no token in them is a target"):
+        pack(model, [(ids, torch.full_like(ids, -100)) for ids in batches()], budget, tmp_path / "packed")
+    for not_batches in (None, ["to be"], batches()[0], [ids + VOCABULARY for ids in batches()], [{"text": 1}]):
+        with pytest.raises(UserError, match=r"^batches: OwnGPT does not run on one \(\w+: .*\); give a list") as caught:
+            pack(model, not_batches, budget, tmp_path / "packed")
+        assert caught.value.__cause__ is not None, "what the model raised"
+    for no_model in ("gpt2", OwnGPT, nn.ReLU()):
+        with pytest.raises(UserError, match=r"^model: .* is no nn.Module with linear layers or embeddings"):
+            pack(no_model, batches(), budget, tmp_path / "packed")
+    with pytest.raises(UserError, match=r"^model: mix of its state dict is no tensor with values"):
+        pack(OwnGPT().to("meta"), batches(), budget, tmp_path / "packed")
+    with pytest.raises(UserError, match=r"^budget_bytes: '2MB' is no number of bytes"):
+        pack(model, batches(), "2MB", tmp_path / "packed")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
     with pytest.raises(UserError, match=r"^folder: .*mine exists and pack did not write it"):
