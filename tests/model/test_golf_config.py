@@ -44,7 +44,8 @@ BAD: dict[str, list[object]] = {
     "exclude_self_value": [6, "every"],
     "parallel_from": [5, -1],
     "lanes": [True],  # without parallel_from
-    "loop": [[0, 5, 2], [2, 1, 2], [1, 2, 1], [1, 2], 3],
+    "loop": [[0, 5, 2], [2, 1, 2], [1, 2, 1], [1, 2, 10**9], [1, 2], 3],
+    "num_hidden_layers": [10**9],
     "head_gate": [0, 257],
     "smear_gate": [257],
     "bigram_buckets": [1],
