@@ -80,6 +80,8 @@ def train(
     Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if a signal ended the run.
     """
     resolved = as_resolved(config)
+    if not isinstance(hooks, Iterable):
+        raise UserError(f"hooks: {shortened(hooks)} is no list; pass hooks=[...].")
     return loop.train(resolved, signals, [*standard_hooks(resolved.config), *hooks])
 
 

@@ -536,6 +536,7 @@ BAD = {
     "file": ({"files": "nowhere.txt"}, "no file matches 'nowhere.txt'"),
     "config": ({"config": "nowhere.yaml"}, "--config: there is no file nowhere.yaml"),
     "hook": ({"files": "my.txt", "hooks": [print]}, "hooks: .* is not one"),
+    "no list of hooks": ({"files": "my.txt", "hooks": hfgolf.Hook()}, "hooks: .* is no list; pass hooks=\\[...\\]"),
     "model": ({"files": "my.txt", "model": nn.Linear(1, 1)}, "model: Linear is not a PreTrainedModel"),
     "tokenizer": (
         {"files": "my.txt", "model": OwnModel(OwnConfig())},

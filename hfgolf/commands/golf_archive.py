@@ -5,6 +5,7 @@ a score that needs no trust: `python text.pyz > val.txt`, with torch and numpy, 
 any machine. It is written only if a clean process decodes it to exactly this text.
 """
 
+import shlex
 import sys
 from pathlib import Path
 
@@ -37,6 +38,6 @@ def main() -> Answer:
         "lanes": f"{figures['lanes']}, each beginning without context, which costs {figures['lanes_bytes']:,.1f} bytes",
         "round trip": f"the same text in a clean process, sha256 {figures['sha256'][:16]}",
         "time": f"{seconds[0]} to encode, {seconds[1]} to decode",
-        "file": f"{output}; `python {output} > text` writes the text again",
+        "file": f"{output}; `python {shlex.quote(str(output))} > text` writes the text again",
     }
     return Answer(figures, "\n".join(f"{name:<15}{value}" for name, value in rows.items()))

@@ -36,9 +36,10 @@ def main() -> Answer:
     if figures:
         own_word = "the folder's own word, and its bytes too; --files compares them with the raw text"
         sha256 = f"sha256 {figures['text_sha256'][:16]}"
-        counted, everything = figures["counted_bytes"], figures["all_bytes"]
+        counted, everything = figures["counted_bytes"], f"{figures['all_bytes']:,} counting everything"
+        everything += "" if figures["has_config"] else "; the config that trains it is not there, so not counted"
         rows = {
-            "bytes": f"{counted:,} of {figures['budget_bytes']:,} ({everything:,} counting everything)",
+            "bytes": f"{counted:,} of {figures['budget_bytes']:,} ({everything})",
             "text": f"that of --files, {sha256}" if figures["is_text_checked"] else f"{sha256}, {own_word}",
             "evaluation": f"{figures['mode']}, {figures['tokens']:,} tokens, {figures['bytes']:,} bytes",
             "loss": f"{figures['nats'] / figures['tokens']:.4f} nats per token",

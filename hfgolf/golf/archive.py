@@ -242,7 +242,8 @@ def _read_text(path: Path) -> bytes:
         text = path.read_bytes()
         text.decode()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--files: {path} cannot be read as UTF-8 ({error.args[-1]}); name plain text.") from None
+        wanted = "read" if isinstance(error, OSError) else "read as UTF-8"
+        raise UserError(f"--files: {path} cannot be {wanted} ({error.args[-1]}); name files of plain text.") from None
     if not text:
         raise UserError(f"--files: {path} is empty.")
     return text

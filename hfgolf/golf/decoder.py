@@ -113,12 +113,14 @@ def read_config(data: bytes) -> dict[str, Any]:
 
 def read_tables(section: bytes) -> tuple[int, int, NDArray[np.integer], list[tuple[int, NDArray[np.integer]]]]:
     """Return the number of lanes, the shift of the rest, the histogram of each class, and the tables."""
-    numbers: NDArray[np.integer] = np.frombuffer(zlib.decompress(section), "<i2").astype(np.int64)
+    # what an artifact claims ends: 4 MiB, and no count leads back
+    content = zlib.decompressobj().decompress(section, 2**22)
+    numbers: NDArray[np.integer] = np.frombuffer(content, "<i2").astype(np.int64)
     num_lanes, shift, num_classes = (int(number) for number in numbers[:3])
     at = 3 + num_classes
     tables: list[tuple[int, NDArray[np.integer]]] = []
     while at < len(numbers):
-        lowest, end = int(numbers[at]), at + 2 + int(numbers[at + 1])
+        lowest, end = int(numbers[at]), at + 2 + abs(int(numbers[at + 1]))
         tables.append((lowest, numbers[at + 2 : end]))
         at = end
     return num_lanes, shift, numbers[3 : 3 + num_classes], tables
@@ -132,8 +134,6 @@ def read_tensors(data: bytes, shapes: Sequence[tuple[int, ...]]) -> list[Quantiz
     no bits, so more or fewer of them are not noticed: the shapes must be those of the artifact's own header.)
     """
     _, table_section, stream, raw = read_sections(data)
-    num_lanes, shift, class_map, tables = read_tables(table_section)
-    decoder = Decoder(tables, num_lanes, stream, raw)
     wrong = ValueError("it does not hold the weights of this model")
 
     def integers(context: int, count: int, is_there: int = 1) -> NDArray[np.int64]:
@@ -141,6 +141,8 @@ def read_tensors(data: bytes, shapes: Sequence[tuple[int, ...]]) -> list[Quantiz
 
     found: list[Quantized | NDArray[np.float32]] = []
     try:
+        num_lanes, shift, class_map, tables = read_tables(table_section)
+        decoder = Decoder(tables, num_lanes, stream, raw)
         for shape in shapes:
             (kind,) = integers(KIND, 1)
             if not kind:
@@ -160,7 +162,7 @@ def read_tensors(data: bytes, shapes: Sequence[tuple[int, ...]]) -> list[Quantiz
                     column_codes.astype(np.int8) if kind & HAS_COLUMN_CODES else None,
                 )
             )
-    except (IndexError, ValueError):
+    except (IndexError, ValueError, zlib.error):
         raise wrong from None
     if not decoder.is_at_end():
         raise wrong

@@ -202,6 +202,7 @@ def rescore_folder(
         "counted_bytes": ledger["totals"][told["count"]],
         "all_bytes": ledger["totals"]["everything"],
         "budget_bytes": told["budget_bytes"],
+        "has_config": folder / CONFIG in files,
         "is_text_checked": bool(raw_files),
         "text_sha256": read_json(folder / CERTIFICATE)["sha256"],
     }

@@ -11,6 +11,7 @@ Shapes: B batch, T time (queries), H heads, K key-value heads, D head size, C ch
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ Attend = Callable[..., tuple[Tensor, Tensor | None]]
 """(module, query, key, value, attention_mask, dropout=, scaling=) -> output (B, T, H, D), and maybe the weights."""
 
 
-def _squared(activation: Callable[..., Tensor], *slope: float) -> Callable[[Tensor], Tensor]:
-    # y * y, not y.square(): CUDA's autocast would square in fp32, with two casts, and keep both copies
-    return lambda x: (y := activation(x, *slope)) * y
+def _leaky_relu2(x: Tensor, slope: float = 0.0) -> Tensor:
+    y = F.leaky_relu(x, slope) if slope else F.relu(x)
+    # not y.square(): CUDA's autocast would square in fp32, with two casts, and keep both copies
+    return y * y
 
 
 def _gelu_new(x: Tensor) -> Tensor:
@@ -36,7 +38,7 @@ def _gelu_new(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu2": _squared(F.relu),
+    "relu2": _leaky_relu2,
     "gelu": F.gelu,
     "gelu_new": _gelu_new,
     "silu": F.silu,
@@ -220,7 +222,7 @@ class GolfMLP(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         is_leaky, slope = config.activation == "leaky_relu2", config.activation_slope
-        self.activation = _squared(F.leaky_relu, slope) if is_leaky else ACTIVATIONS[config.activation]
+        self.activation = partial(_leaky_relu2, slope=slope) if is_leaky else ACTIVATIONS[config.activation]
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.use_bias)
         self.gate_proj = None
         if config.activation == "swiglu":

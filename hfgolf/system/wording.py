@@ -100,8 +100,8 @@ def describe_texts(summary: Mapping[str, Any]) -> list[str]:
 
 
 def shortened(value: object) -> str:
-    """Return a value's repr for an error message, shortened in the middle if it is long."""
-    return _SHORT.repr(value)
+    """Return a value's repr for an error message, on one line, shortened in the middle if it is long."""
+    return " ".join(_SHORT.repr(value).split())
 
 
 def nearest(word: str, words: Iterable[str]) -> str:

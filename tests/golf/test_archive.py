@@ -277,7 +277,7 @@ def with_other_weights(folder):
         ),
         (lambda folder: (folder / "text.txt").write_bytes(b"caf\xe9"), "cannot be read as UTF-8"),
         (lambda folder: (folder / "text.txt").write_bytes(b""), "is empty"),
-        (lambda folder: (folder / "text.txt").unlink(), "cannot be read"),
+        (lambda folder: (folder / "text.txt").unlink(), "cannot be read (No such file or directory); name files of"),
         (with_case_operators, "are not the bytes of the text"),
         (lambda folder: (folder / ARTIFACT).unlink(), "is not a folder that `hfgolf golf export` wrote"),
         (with_other_weights, "or is damaged (it does not hold the weights of this model)"),

@@ -289,6 +289,8 @@ NO_FILE = "a file of ledger.json cannot be read ("
         ),
         (forge_artifact(0, b'{"hidden_sise": 9}'), "artifact.bin: it is damaged: its config has unknown fields."),
         (lambda folder: (forge_artifact(0, b"[" * 5_000)(folder), raise_budget(folder)), "artifact.bin: "),
+        (forge_artifact(0, b'{"num_hidden_layers": 1000000000}'), "artifact.bin: num_hidden_layers: 1000000000 is not"),
+        (forge_artifact(1, zlib.compress(np.array([1, 1, 0, 0, -2], "<i2").tobytes())), "score.py gave no score: "),
         (forge_artifact(2, b"odd"), "score.py gave no score: "),
         (forge_ledger(lambda told: entry_of(told, "bytes.bin").update(name="../../etc/passwd")), BROKEN),
         (forge_ledger(lambda told: told["files"].append(told["files"][0] | {"name": "../x"})), BROKEN),
@@ -327,6 +329,15 @@ def test_a_score_that_is_not_the_ledgers_is_a_problem(exported, hfgolf, tmp_path
     assert ended.status == 1
     for name, line in zip(names, ended.err.splitlines(), strict=True):
         assert f" {name}, but the ledger states " in line
+
+
+def test_a_config_that_is_not_counted_is_told(exported, hfgolf, tmp_path):
+    folder = tmp_path / "golf"
+    shutil.copytree(exported, folder)
+    forge_ledger(lambda told: told["files"].remove(entry_of(told, "config.yaml.xz")))(folder)
+    ended = hfgolf("golf score", folder)
+    assert (ended.status, ended.err) == (0, "")
+    assert "counting everything; the config that trains it is not there, so not counted)" in ended.out
 
 
 @pytest.fixture

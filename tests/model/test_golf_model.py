@@ -1,6 +1,7 @@
 """What holds for every option of the model: causality, gradients, first loss, and agreement between its paths."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -31,6 +32,13 @@ def test_every_parameter_gets_a_finite_gradient(build_golf, option, token_ids):
         assert parameter.grad is not None, name
         assert parameter.grad.isfinite().all(), name
         assert parameter.grad.abs().max() > 0, name
+
+
+@pytest.mark.parametrize("activation", ["relu2", "leaky_relu2", "gelu", "gelu_new", "silu", "swiglu"])
+def test_a_model_can_be_pickled(build_golf, activation, token_ids):
+    model = build_golf(activation=activation)
+    again = pickle.loads(pickle.dumps(model))
+    assert torch.equal(again(token_ids).logits, model(token_ids).logits)
 
 
 def test_first_loss_is_near_ln_v(build_golf, option):
