@@ -38,7 +38,7 @@ from hfgolf.train.decisions import free_bytes
 from hfgolf.train.law import Shape, Text, bits_per_byte, heads_of, layers_of, rates_of, tokens_per_step_of
 from hfgolf.train.successor import count_teachers
 
-WIDTHS = (96, 128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536)
+WIDTHS = (128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536)
 VOCABULARIES = (512, 1024, 2048, 4096, 8192, 16384)
 DROPOUTS = (0.0, 0.1, 0.2)
 LENGTHS = tuple(round(2_000 * 1.25**power) for power in range(90))  # of a training, in tokens
@@ -271,27 +271,23 @@ def _choices(
     step_of = partial(_step_of, config, open_keys, num_processes)
     for size, dropout in itertools.product(sizes, dropouts):
         text_tokens = text.num_bytes * text.tokens_per_byte[size.vocabulary]
-        shape = dataclasses.replace(size, dropout=dropout)
-
-        def tokens_in_time(step: int, shape: Shape = shape) -> float:
-            limit = _stated_tokens(config, open_keys, text, step, shape.vocabulary)
-            return min(seconds / speed.seconds(shape, step) * step, limit)
-
-        step = step_of()
-        while step_of(tokens_in_time(2 * step)) > step:  # a longer training takes larger steps, which are faster
-            step *= 2
-        whole = tokens_in_time(step)
-        for tokens in (whole, *(length for length in lengths if length < whole)):
-            step = min(step, step_of(tokens))
+        shape, step = dataclasses.replace(size, dropout=dropout), step_of()
+        while True:
             step_seconds = speed.seconds(shape, step)
-            reached = min(tokens, seconds / step_seconds * step)
-            is_small = shape.body_parameters <= max(FEW_WEIGHTS, reached / TOKENS_PER_WEIGHT)
-            is_last_resort = shape.width == sizes[0].width and tokens == whole
-            is_known = is_last_resort or (is_small and reached >= MIN_STEPS * step)
-            is_possible = is_known and reached >= step
-            loss = bits_per_byte(text, shape, reached, step) if is_possible else math.inf
-            seconds_in_all = reached / step * step_seconds
-            yield Choice(shape, step, max(reached, step), reached / text_tokens, seconds_in_all, tokens == whole, loss)
+            limit = _stated_tokens(config, open_keys, text, step, shape.vocabulary)
+            whole = min(seconds / step_seconds * step, limit)
+            if step_of(whole) < step:
+                break
+            near = (length for length in lengths if length < whole and step <= step_of(length) <= 2 * step)
+            for tokens in (whole, *near):
+                is_small = shape.body_parameters <= max(FEW_WEIGHTS, tokens / TOKENS_PER_WEIGHT)
+                is_last_resort = shape.width == sizes[0].width and tokens == whole
+                is_known = is_last_resort or (is_small and tokens >= MIN_STEPS * step)
+                is_possible = is_known and tokens >= step
+                loss = bits_per_byte(text, shape, tokens, step) if is_possible else math.inf
+                spent, is_whole = tokens / step * step_seconds, tokens == whole
+                yield Choice(shape, step, max(tokens, step), tokens / text_tokens, spent, is_whole, loss)
+            step *= 2
 
 
 def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str, Any]:

@@ -191,14 +191,19 @@ def shape_of(config, vocabulary):
     return Shape(config.model.hidden_size, config.model.num_hidden_layers, vocabulary)
 
 
-def test_a_step_is_as_large_as_goes_with_the_tokens_that_it_allows(text):
-    """Of two sizes that go with their tokens, the larger: part of a step's time is the same for all sizes."""
-    shape, config = Shape(96, 3, 2048), load_config([text, "--minutes=1"]).config
-    allowed = {step: 55.8 / seconds_of(shape, step) * step for step in (2048, 4096, 8192)}
-    assert [tokens_per_step_of(tokens) for tokens in allowed.values()] == [2048, 4096, 4096]
-    speed, large = SimpleNamespace(seconds=seconds_of), Text(2e7, 2.0, {2048: 0.3})
-    choice = next(autopilot._choices(config, set(AUTOPILOT), large, speed, [shape], 1))
-    assert (choice.tokens_per_step, choice.is_whole) == (4096, True)
+def test_steps_are_as_large_as_pays_and_as_goes_with_their_tokens(text):
+    """Part of a step's time is the same for all sizes, so larger ones see more tokens."""
+    shape, config = Shape(128, 3, 2048), load_config([text, "--minutes=1"]).config
+    large = Text(2e7, 2.0, {2048: 0.3})
+
+    def best_of(seconds_of):
+        speed = SimpleNamespace(seconds=seconds_of)
+        choices = list(autopilot._choices(config, set(AUTOPILOT), large, speed, [shape], 1))
+        assert all(choice.tokens_per_step <= tokens_per_step_of(choice.tokens) for choice in choices)
+        return autopilot._best(choices).tokens_per_step, {choice.tokens_per_step for choice in choices}
+
+    assert best_of(seconds_of) == (4096, {2048, 4096})
+    assert best_of(lambda shape, tokens: tokens / 60_000) == (2048, {2048, 4096})  # nothing is the same
 
 
 def test_choice_follows_from_timed_steps_of_two_widths_not_from_the_assumed_speed(text, monkeypatch):
