@@ -1,9 +1,9 @@
 """What a model learns: bits per byte as a function of the text, the model's shape and the tokens of its training.
 
 Pure arithmetic. benchmarks/law/fit.py finds the constants for the runs of benchmarks/law/collect.py: 99 of 100 steps
-and more, 0.3 to 18 million tokens, of seven texts, 96 to 256 wide, with up to 4,096 entries. With a scale and a floor of
-its own for each text, on which no choice depends, it is off by 0.7 % (median) for these, and by 1.1 % for runs that it
-has not seen; outside of them it is an extrapolation.
+and more, 0.3 to 18 million tokens, of seven texts, 96 to 256 wide, with up to 4,096 entries. With a scale and a floor
+of its own for each text, on which no choice depends, it is off by 0.7 % (median) for these, and by 1.1 % for runs that
+it has not seen; outside of them it is an extrapolation.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def tokens_per_step_of(tokens: float) -> int:
     """Return the most tokens of a step that go with the tokens of a training: a power of two, from 2,048 on.
 
     Of 0.6 million, 128 wide, 1,024 and 2,048 per step end at 1.50 and 1.50 bits per byte of Python with 1,024 entries,
-    at 1.55 and 1.49 with 2,048, and at 2.14 to 2.17 of Shakespeare. In as much time, larger steps see more tokens: 20 MB
-    of packages' source ends at 0.918 after 746 of 4,096, at 0.893 after 461 of 8,192, 96 wide.
+    at 1.55 and 1.49 with 2,048, and at 2.14 to 2.17 of Shakespeare. In as much time, larger steps see more tokens:
+    20 MB of packages' source ends at 0.961 after 857 of 2,048, and at 0.921 after 549 of 4,096.
     """
     return int(min(2**19, max(2**11, 2 ** round(math.log2(3 * math.sqrt(max(tokens, 1.0)))))))
 
