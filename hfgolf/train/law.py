@@ -106,7 +106,7 @@ def tokens_per_step_of(tokens: float) -> int:
     at 1.55 and 1.49 with 2,048, and at 2.14 to 2.17 of Shakespeare. In as much time, larger steps see more tokens:
     20 MB of packages' source ends at 0.961 after 857 of 2,048, and at 0.921 after 549 of 4,096.
     """
-    return int(min(2**19, max(2**11, 2 ** round(math.log2(3 * math.sqrt(max(tokens, 1.0)))))))
+    return int(min(2**19, max(2**11, 2 ** round(math.log2(2.5 * math.sqrt(max(tokens, 1.0)))))))
 
 
 @dataclass(frozen=True)

@@ -95,4 +95,4 @@ def test_heads_divide_their_width(width):
 
 def test_shape_and_steps_grow():
     assert [layers_of(width) for width in (64, 128, 256, 512)] == [3, 3, 5, 9]
-    assert [tokens_per_step_of(10.0**power) for power in (0, 6, 7, 9)] == [2048, 4096, 8192, 131072]
+    assert [tokens_per_step_of(10.0**power) for power in (0, 6, 7, 9)] == [2048, 2048, 8192, 65536]
