@@ -55,6 +55,8 @@ CELLS = """
     3e13   topics docstrings200 shakespeare200 256/512-0.2 256/512-0.3
     5e13   docstrings python1m             256/2048 256/2048-0.1
     1e14   docstrings                      256/2048-0.1
+    5e12   topics docstrings200            128/256-0.1
+    1e13   topics docstrings200            192/256-0.2
     1e14   python                          128/2048x4096 256/4096x4096 192/2048x4096
 """
 """Each line: FLOPs, texts, and runs: WIDTH/VOCABULARY, xTOKENS of a step (2,048), -DROPOUT (0), sLENGTH of a sequence
