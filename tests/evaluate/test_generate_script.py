@@ -78,7 +78,14 @@ def with_special_token(folder: Path) -> None:
         (with_keys("config.json", hidden_size=10**9), "cannot load"),
         (with_keys("config.json", hidden_size=64), "the shapes of its weights do not match its config.json"),
         (with_keys("config.json", vocab_size=10**12), "the shapes of its weights do not match its config.json"),
-        (with_keys("config.json", num_hidden_layers=10**9), "num_hidden_layers 1000000000 .* allowed: 1 to 1000"),
+        (
+            with_keys("config.json", num_hidden_layers=10**9),
+            "num_hidden_layers: 1000000000 .* allowed: .* at most 1000",
+        ),
+        (
+            with_keys("config.json", model_type="llama", auto_map={}, initializer_range=0.02, num_hidden_layers=10**9),
+            "num_hidden_layers 1000000000 .* allowed: 1 to 1000",
+        ),
         (with_keys("config.json", num_hidden_layers=1), "weights that its config.json does not use: model.layers.1"),
         (with_text("tokenizer.json", "[" * 100_000), "tokenizer.json is not a JSON object"),
         (with_text("tokenizer.json", "{}"), "cannot load the tokenizer of .*added_tokens"),
