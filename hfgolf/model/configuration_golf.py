@@ -26,7 +26,7 @@ _CHECKED_ONE_BY_ONE = {
     *("dropout", "attention_dropout", "activation_slope", "exclude_self_value", "value_embedding_layers", "rope_dims"),
     *("parallel_from", "loop", "rope_parameters", "bos_token_id", "eos_token_id", "pad_token_id", *_CHOICES),
 }
-_MAX_LAYERS = 1000  # as in the section model; a foreign artifact with a billion would be built for hours
+MAX_LAYERS = 1000  # as in the section model; a foreign model or artifact with a billion would be built for hours
 
 SWITCHES = (
     *("norm_weight", "query_gain", "branch_scale", "embedding_residual", "unet_skips", "rope_dims", "norm_depth_scale"),
@@ -247,7 +247,7 @@ class GolfConfig(PreTrainedConfig):
             if kind == "bool":
                 self._require(name, isinstance(value, bool), "true or false")
             elif kind.startswith("int"):
-                self._require_integer(name, 1, _MAX_LAYERS if name == "num_hidden_layers" else None)
+                self._require_integer(name, 1, MAX_LAYERS if name == "num_hidden_layers" else None)
             else:
                 none = ", or None" if kind.endswith("None") else ""
                 self._require(name, _is_number(value) and 0 < value < float("inf"), f"a number above 0{none}")
@@ -297,9 +297,9 @@ class GolfConfig(PreTrainedConfig):
             loop: Any = self.loop
             end = self.parallel_from if self.lanes and self.parallel_from is not None else layers
             numbers = isinstance(loop, list | tuple) and len(loop) == 3 and all(map(_is_integer, loop))
-            allowed = numbers and 0 <= loop[0] <= loop[1] < end and 2 <= loop[2] <= _MAX_LAYERS
+            allowed = numbers and 0 <= loop[0] <= loop[1] < end and 2 <= loop[2] <= MAX_LAYERS
             last = f"layers from 0 to {end - 1}" + (" (below parallel_from)" if self.lanes else "")
-            self._require("loop", allowed, f"None, or [first, last, times] with {last} and 2 to {_MAX_LAYERS} times")
+            self._require("loop", allowed, f"None, or [first, last, times] with {last} and 2 to {MAX_LAYERS} times")
             self.loop = list(loop)
 
     def _require_integer(self, name: str, minimum: int, maximum: int | None = None) -> None:

@@ -27,7 +27,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from hfgolf.data.downloads import is_cached_only
-from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.configuration_golf import MAX_LAYERS, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.find_model import find_model, models_here
 from hfgolf.system.errors import UserError
@@ -36,7 +36,6 @@ from hfgolf.system.wording import join_words, one_line
 logger = logging.getLogger(__name__)
 
 _JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-_MAX_LAYERS = 1000  # transformers builds all layers before it reads the weights; 10^9 would take hours
 
 
 def load_exported(name: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -130,8 +129,8 @@ def load_model_config(name_or_path: str, key: str = "--model") -> PreTrainedConf
         cached_only = is_cached_only(name_or_path)
         config = AutoConfig.from_pretrained(name_or_path, trust_remote_code=False, local_files_only=cached_only)
         layers = getattr(config, "num_hidden_layers", 1)
-        if layers > _MAX_LAYERS:
-            raise ValueError(f"config.json: num_hidden_layers {layers} is out of range; allowed: 1 to {_MAX_LAYERS}")
+        if layers > MAX_LAYERS:
+            raise ValueError(f"config.json: num_hidden_layers {layers} is out of range; allowed: 1 to {MAX_LAYERS}")
     return config
 
 

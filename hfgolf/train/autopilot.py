@@ -244,7 +244,7 @@ def _possible_sizes(config: RunConfig, open_keys: set[str], text: Text, num_proc
 
 
 def _step_of(config: RunConfig, open_keys: set[str], num_processes: int, tokens: float = 0.0) -> int:
-    """Return the tokens of a step of a training of so many, which micro-batches divide."""
+    """Return the most tokens of a step of a training of so many, which micro-batches divide."""
     batch = config.batch
     if "batch.tokens_per_step" not in open_keys:
         return batch.tokens_per_step
@@ -264,7 +264,7 @@ def _stated_tokens(config: RunConfig, open_keys: set[str], text: Text, step: int
 def _choices(
     config: RunConfig, open_keys: set[str], text: Text, speed: Speed, sizes: list[Shape], num_processes: int
 ) -> Iterator[Choice]:
-    """Yield all of these shapes, in each dropout, with all lengths of their training that are worth a thought."""
+    """Yield all of these shapes, in each dropout, with all steps and lengths of a training that are worth a thought."""
     seconds = SHARE_OF_STEPS * 60 * (config.train.max_minutes or math.inf)
     dropouts = DROPOUTS if "model.dropout" in open_keys else (config.model.dropout,)
     lengths = LENGTHS[::-1] if "train.max_tokens" in open_keys else ()

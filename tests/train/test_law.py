@@ -59,7 +59,9 @@ def test_what_the_law_prefers_is_near_the_best_for_as_many_flops(runs):
                 behind.append(chosen / best - 1)
     assert len(behind) >= 10
     assert statistics.mean(behind) < 0.01, behind
-    assert max(behind) < 0.07, behind
+    *rest, last = sorted(behind)
+    assert max(rest) < 0.05, behind
+    assert last < 0.07, behind  # 1 MB of Python, read 16 times by a narrow model
 
 
 def test_more_of_anything_helps_until_a_text_is_used_up():
