@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -244,7 +243,7 @@ def _possible_sizes(config: RunConfig, open_keys: set[str], text: Text, num_proc
 
 
 def _step_of(config: RunConfig, open_keys: set[str], num_processes: int, tokens: float = 0.0) -> int:
-    """Return the most tokens of a step of a training of so many, which micro-batches divide."""
+    """Return the tokens of a step of a training of so many, which micro-batches divide."""
     batch = config.batch
     if "batch.tokens_per_step" not in open_keys:
         return batch.tokens_per_step
@@ -261,33 +260,38 @@ def _stated_tokens(config: RunConfig, open_keys: set[str], text: Text, step: int
     return min(filter(None, limits), default=math.inf)
 
 
+def _longest(
+    config: RunConfig, open_keys: set[str], text: Text, speed: Speed, shape: Shape, num_processes: int
+) -> tuple[float, int]:
+    """Return the most tokens that a shape sees in the minutes or that the config allows, and those of a step."""
+    seconds = SHARE_OF_STEPS * 60 * (config.train.max_minutes or math.inf)
+    larger, step = _step_of(config, open_keys, num_processes), 0
+    while larger > step:  # larger steps see more tokens in the time, and with more tokens go larger steps
+        step = larger
+        affordable = seconds / speed.seconds(shape, step) * step
+        tokens = min(affordable, _stated_tokens(config, open_keys, text, step, shape.vocabulary))
+        larger = _step_of(config, open_keys, num_processes, tokens)
+    return tokens, step
+
+
 def _choices(
     config: RunConfig, open_keys: set[str], text: Text, speed: Speed, sizes: list[Shape], num_processes: int
 ) -> Iterator[Choice]:
-    """Yield all of these shapes, in each dropout, with all steps and lengths of a training that are worth a thought."""
-    seconds = SHARE_OF_STEPS * 60 * (config.train.max_minutes or math.inf)
+    """Yield all of these shapes, in each dropout, with all lengths of a training that are worth a thought."""
     dropouts = DROPOUTS if "model.dropout" in open_keys else (config.model.dropout,)
     lengths = LENGTHS[::-1] if "train.max_tokens" in open_keys else ()
-    step_of = partial(_step_of, config, open_keys, num_processes)
-    for size, dropout in itertools.product(sizes, dropouts):
+    for size in sizes:
         text_tokens = text.num_bytes * text.tokens_per_byte[size.vocabulary]
-        shape, step = dataclasses.replace(size, dropout=dropout), step_of()
-        while True:
-            step_seconds = speed.seconds(shape, step)
-            limit = _stated_tokens(config, open_keys, text, step, shape.vocabulary)
-            whole = min(seconds / step_seconds * step, limit)
-            if step_of(whole) < step:
-                break
-            near = (length for length in lengths if length < whole and step <= step_of(length) <= 2 * step)
-            for tokens in (whole, *near):
-                is_small = shape.body_parameters <= max(FEW_WEIGHTS, tokens / TOKENS_PER_WEIGHT)
-                is_last_resort = shape.width == sizes[0].width and tokens == whole
-                is_known = is_last_resort or (is_small and tokens >= MIN_STEPS * step)
-                is_possible = is_known and tokens >= step
-                loss = bits_per_byte(text, shape, tokens, step) if is_possible else math.inf
-                spent, is_whole = tokens / step * step_seconds, tokens == whole
-                yield Choice(shape, step, max(tokens, step), tokens / text_tokens, spent, is_whole, loss)
-            step *= 2
+        whole, step_of_whole = _longest(config, open_keys, text, speed, size, num_processes)
+        shorter = [(tokens, _step_of(config, open_keys, num_processes, tokens)) for tokens in lengths if tokens < whole]
+        for dropout, (tokens, step) in itertools.product(dropouts, [(whole, step_of_whole), *shorter]):
+            shape, is_whole = dataclasses.replace(size, dropout=dropout), tokens == whole
+            is_small = shape.body_parameters <= max(FEW_WEIGHTS, tokens / TOKENS_PER_WEIGHT)
+            is_last_resort = is_whole and shape.width == sizes[0].width
+            is_known = is_last_resort or (is_small and tokens >= MIN_STEPS * step)
+            loss = bits_per_byte(text, shape, tokens, step) if is_known and tokens >= step else math.inf
+            spent = tokens / step * speed.seconds(size, step)
+            yield Choice(shape, step, max(tokens, step), tokens / text_tokens, spent, is_whole, loss)
 
 
 def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str, Any]:

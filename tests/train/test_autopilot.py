@@ -191,19 +191,21 @@ def shape_of(config, vocabulary):
     return Shape(config.model.hidden_size, config.model.num_hidden_layers, vocabulary)
 
 
-def test_steps_are_as_large_as_pays_and_as_goes_with_their_tokens(text):
+def test_steps_are_as_large_as_goes_with_their_tokens(text):
     """Part of a step's time is the same for all sizes, so larger ones see more tokens."""
-    shape, config = Shape(128, 3, 2048), load_config([text, "--minutes=1"]).config
-    large = Text(2e7, 2.0, {2048: 0.3})
+    speed = SimpleNamespace(seconds=seconds_of)
 
-    def best_of(seconds_of):
-        speed = SimpleNamespace(seconds=seconds_of)
-        choices = list(autopilot._choices(config, set(AUTOPILOT), large, speed, [shape], 1))
-        assert all(choice.tokens_per_step <= tokens_per_step_of(choice.tokens) for choice in choices)
-        return autopilot._best(choices).tokens_per_step, {choice.tokens_per_step for choice in choices}
+    def choices_of(minutes, open_keys):
+        config = load_config([text, f"--minutes={minutes}"]).config
+        large, sizes = Text(2e9, 2.0, {2048: 0.3}), [Shape(128, 3, 2048)]
+        return list(autopilot._choices(config, open_keys, large, speed, sizes, 1))
 
-    assert best_of(seconds_of) == (4096, {2048, 4096})
-    assert best_of(lambda shape, tokens: tokens / 60_000) == (2048, {2048, 4096})  # nothing is the same
+    for minutes, of_whole in ((1, 4096), (100, 32768)):
+        choices = choices_of(minutes, set(AUTOPILOT))
+        assert all(choice.tokens_per_step == tokens_per_step_of(choice.tokens) for choice in choices)
+        assert choices[0].is_whole and choices[0].tokens_per_step == of_whole
+    stated = choices_of(100, set(AUTOPILOT) - {"batch.tokens_per_step"})
+    assert {choice.tokens_per_step for choice in stated} == {2048}
 
 
 def test_choice_follows_from_timed_steps_of_two_widths_not_from_the_assumed_speed(text, monkeypatch):
