@@ -104,7 +104,7 @@ def tokens_per_step_of(tokens: float) -> int:
 
     Of 0.6 million, 128 wide, 1,024 and 2,048 per step end at 1.50 and 1.50 bits per byte of Python with 1,024 entries,
     at 1.55 and 1.49 with 2,048, and at 2.14 to 2.17 of Shakespeare. In as much time, larger steps see more tokens:
-    20 MB of packages' source ends at 0.961 after 857 of 2,048, and at 0.921 after 549 of 4,096. Four times the root is
+    20 MB of packages' source ends at 0.961 after 857 of 2,048, and at 0.921 after 549 of 4,096. Five times the root is
     too many: 1 MB that is read five times ends at 1.585 after 610 of 4,096, and at 1.611 after 361 of 8,192.
     """
     return int(min(2**19, max(2**11, 2 ** round(math.log2(2.5 * math.sqrt(max(tokens, 1.0)))))))
