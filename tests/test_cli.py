@@ -155,6 +155,12 @@ def test_the_record_of_a_run_shows_the_command(monkeypatch):
     assert run_metadata(load_config(["--config", "small"]), {})["command"] == ["hfgolf", "train", "--config", "small"]
 
 
+def test_run_on_the_present_folder_has_its_name(tmp_path, monkeypatch):
+    (folder := tmp_path / "letters").mkdir()
+    monkeypatch.chdir(folder)
+    assert load_config(["."]).config.run.name == load_config(["../letters/"]).config.run.name == "letters"
+
+
 def test_texts_without_options_are_trained_with_the_small_config():
     resolved = load_config(["my songs.v2.txt", "more", "--train.max_steps", "3"])
     config, small = resolved.config, load_config(["--config", "small"]).config

@@ -361,7 +361,8 @@ def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConf
 
 def text_name(texts: Sequence[str]) -> str:
     """Return the name of a run on these texts: that of the first, without its ending, and not too long for run.name."""
-    return name_of(re.sub(r"[^\w.-]+|^\W+", "_", Path(texts[0]).name.partition(".")[0]) or "text")
+    name = os.path.basename(os.path.abspath(texts[0]))  # "." is the folder of that name
+    return name_of(re.sub(r"[^\w.-]+|^\W+", "_", name.partition(".")[0]) or "text")
 
 
 def name_of(text: str, ending: str = "") -> str:
