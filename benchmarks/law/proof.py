@@ -129,12 +129,12 @@ def docstrings() -> str:
     return "\n\n".join(filter(None, found))
 
 
-def package_source() -> str:
-    """Return 10 million characters of the Python files of torch, and as many of those of transformers."""
+def package_source(characters: int = 20_000_000) -> str:
+    """Return so many characters of Python files: the first half from torch, the second from transformers."""
     texts = []
     for package in ("torch", "transformers"):
         files = sorted(Path(str(distribution(package).locate_file(package))).rglob("*.py"))
-        texts.append("\n".join(path.read_text() for path in files)[:10_000_000])
+        texts.append("\n".join(path.read_text() for path in files)[: characters // 2])
     return "\n".join(texts)
 
 

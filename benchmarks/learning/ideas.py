@@ -6,7 +6,7 @@
 Trains each idea, or several together, on each of TASKS with each seed, one thread per process, and adds a row for each
 to ideas.jsonl beside this file. Differences are paired by seed, with p and a test for equivalence within 0.005 nats
 (hfgolf compare has the same). The ideas are values of the config, and hooks that do what hfgolf does not. Shakespeare
-is its first 90 %, so that no choice sees the last tenth.
+is its first 90 %, so that no choice sees the last tenth. "packages" is a model of 27 M weights, on 50 MB of source.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from hfgolf.system.hardware import device_name
 
 sys.path.append(str(Path(__file__).parents[1]))
 from jobs import do_unclaimed, series_of
+from law.proof import package_source
 
 ROWS, CLAIMS = Path(__file__).parent / "ideas.jsonl", Path("ideas_claims")
 MARGIN = 0.005
@@ -40,6 +41,8 @@ SMALLER = {"model.hidden_size": 128, "model.num_hidden_layers": 3}
 RATES = {"optim.learning_rate": 0.028, "optim.adamw_learning_rate": 0.02}
 CHARACTERS = {"train.max_minutes": None, "train.final_eval_tokens": None}
 SHAKESPEARE = SMALLER | RATES | {"data.split": "contiguous", "tokenizer.vocab_size": 1024, "model.dropout": 0.1}
+LARGER = {"model.hidden_size": 512, "model.num_hidden_layers": 8, "model.num_attention_heads": 8}
+LARGER |= {"train.eval_every_steps": 200, "train.final_eval_tokens": 200_000}
 TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "shakespeare": ("small", SHAKESPEARE | {"train.max_steps": 600}),
     "shakespeare, 350 steps": ("small", SHAKESPEARE | {"train.max_steps": 350}),
@@ -48,12 +51,16 @@ TASKS: dict[str, tuple[str, dict[str, Any]]] = {
     "small": ("small", {}),
     "characters": ("shakespeare_char", CHARACTERS | {"train.max_steps": 900, "train.eval_every_steps": 300}),
     "characters, 2,360 steps": ("shakespeare_char", CHARACTERS | {"train.max_steps": 2360}),
+    "packages": ("small", LARGER | {"train.max_steps": 400}),
+    "packages, 320 steps": ("small", LARGER | {"train.max_steps": 320}),
 }
 """{name: config, changes of it}."""
 UNTIED = {"model.tie_word_embeddings": False}
 NORMUON = {"optim.normuon_beta2": 0.95}
 MUONEQ = {"optim.row_equilibration": True}
 SEGMENTS = {"batch.segment_length": 64}
+FORMER = {"optim.row_equilibration": False, "optim.normuon_beta2": None, "model.induction_heads": 0}
+FORMER |= {"batch.segmented_tokens": None}
 
 
 class Idea(hfgolf.Hook):
@@ -182,6 +189,7 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "base": ({}, None),
     "no induction heads": ({"model.induction_heads": 0}, None),
     "plain muon": ({"optim.row_equilibration": False, "optim.normuon_beta2": None}, None),
+    "as in 1b62f13": (FORMER, None),
     "untied": (UNTIED, None),
     "untied, embedding x 3": (UNTIED | {"optim.embedding_learning_rate": 3.0}, None),
     "untied, head x 0.5": (UNTIED, lambda: head_rate(0.5)),
@@ -283,8 +291,10 @@ def train(task: str, ideas: str, seed: int, shakespeare: Path, others: Sequence[
     values = task_values | changes
     with tempfile.TemporaryDirectory() as folder:
         if task not in ("python", "small"):
-            text = Path(folder, "shakespeare.txt")
-            text.write_bytes(shakespeare.read_bytes()[:1_003_854])
+            text = Path(folder, "text.txt")
+            is_source = task.startswith("packages")
+            content = package_source(50_000_000).encode() if is_source else shakespeare.read_bytes()[:1_003_854]
+            text.write_bytes(content)
             values |= {"data.source": "files", "data.files": [str(text)]}
         values |= {"run.seed": seed, "run.name": "run", "run.output_dir": folder}
         values |= {"train.cpu_threads": 1, "train.compile": False, "train.sample_tokens": None}
