@@ -367,12 +367,13 @@ def _cells(reader: Any, path: Path, column: Column, has_header: bool, advice: st
     header = first[1] if has_header else [str(number) for number in range(len(first[1]))]
     if column.find(header) is None:
         _, example = next(rows, first)
-        longest = max(zip(header, example, strict=False), key=lambda pair: len(pair[1]))[0]
-        option = f"--data.{column.key} {shlex.quote(_listed([longest]))}"
+        longest = max(range(min(len(header), len(example))), key=lambda place: len(example[place]))
+        is_name = _listed([name := header[longest]]) == name
+        option = f", as in --data.{column.key} {shlex.quote(name) if is_name else longest}"
         raise NoColumnError(
             f"{path} has no column {column.name!r}; its first line holds {_listed(header)}. If that is the header, set"
-            f" data.{column.key} to one of them, as in {option}{other_keys(header)}; if there is no header, set it to"
-            " the column's number, from 0."
+            f" data.{column.key} to one of them{option if is_name else ''}{other_keys(header)}; if there is no header,"
+            f" set it to the column's number, from 0{'' if is_name else option}."
         )
     names, steps = column.wanted(header, path)
     indices = [header.index(name) for name in names]
