@@ -26,6 +26,8 @@ from hfgolf.compare.statistics import paired_difference
 from hfgolf.config.parse import load_config
 from hfgolf.hooks import distillation
 from hfgolf.system.hardware import device_name
+from hfgolf.train.autopilot import values_of_repeats
+from hfgolf.train.law import heads_of, layers_of, rates_of
 
 sys.path.append(str(Path(__file__).parents[1]))
 from jobs import do_unclaimed, series_of
@@ -39,13 +41,22 @@ VALUES = {
     "train.sample_tokens": None,
 }
 """Changes of configs/small.yaml."""
-_NARROW = {"model.hidden_size": 128, "model.num_hidden_layers": 3, "tokenizer.vocab_size": 1024, "train.max_steps": 950}
+
+
+def _values(width: int, entries: int, steps: int, epochs: float) -> dict[str, Any]:
+    """Return what --minutes would choose for a model of such a width."""
+    muon, adamw = rates_of(width)
+    values = {"model.hidden_size": width, "model.num_hidden_layers": layers_of(width), "tokenizer.vocab_size": entries}
+    values |= {"model.num_attention_heads": heads_of(width), "train.max_steps": steps}
+    return values | {"optim.learning_rate": muon, "optim.adamw_learning_rate": adamw} | values_of_repeats(epochs, steps)
+
+
 TEXTS: dict[str, dict[str, Any]] = {
-    "shakespeare200": {"tokenizer.vocab_size": 512, "model.dropout": 0.2, "train.max_steps": 404},
-    "shakespeare": _NARROW,
-    "python": _NARROW | {"data.source": "python_stdlib"},
+    "shakespeare200": _values(256, 512, 404, epochs=9) | {"model.dropout": 0.2},
+    "shakespeare": _values(128, 1024, 950, epochs=5),
+    "python": _values(128, 1024, 950, epochs=0.2) | {"data.source": "python_stdlib"},
 }
-"""{text: its values}: 200 kB, read nine times, as the autopilot trains on it; 1 MB, five times; 9 MB, not yet once."""
+"""{text: its values}: 200 kB, read nine times; 1 MB, five times; 9 MB, not yet once."""
 
 
 def main() -> None:

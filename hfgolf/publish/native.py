@@ -38,11 +38,12 @@ _SAME_ACTIVATION = {"gelu_pytorch_tanh": "gelu_new", "swish": "silu"}
 _EITHER = (False, True)
 _UNGATED = ("relu2", "gelu", "gelu_new", "silu")
 _BIASES = {"attention_bias": "use_bias", "mlp_bias": "use_bias"}
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 # Fields that every architecture takes over under the same name.
 _SHARED = (
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
     *("num_key_value_heads", "max_position_embeddings", "attention_dropout"),
-    *("bos_token_id", "eos_token_id", "pad_token_id"),
+    *_TOKEN_IDS,
 )
 # Fields that do not change what a trained model computes, or that the code below treats one by one.
 _FREE = {
@@ -51,7 +52,7 @@ _FREE = {
     *("dropout", "use_cache", "initializer_range", "tied_embedding_std", "matrix_init"),
 }
 _OF_THE_TABLE = {"embedding_norm", "tie_word_embeddings"}
-_TRANSLATED = {*_BIASES, "use_bias", "hidden_act", "activation_function"}
+_TRANSLATED = {*_BIASES, *_TOKEN_IDS, "use_bias", "hidden_act", "activation_function"}
 # Fields of a native config without an effect on its logits, or that are taken over whatever they are.
 _COSMETIC = {
     *PreTrainedConfig().to_dict(),
@@ -142,7 +143,7 @@ ARCHITECTURES = (
     Architecture(
         GPT2LMHeadModel,
         _LAYERNORM | {"position_embedding": ("learned",), "embedding_norm": (False,)},
-        {name: name for name in ("vocab_size", "bos_token_id", "eos_token_id", "pad_token_id")}
+        {name: name for name in ("vocab_size", *_TOKEN_IDS)}
         | {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads"}
         | {"n_inner": "intermediate_size", "n_positions": "max_position_embeddings"}
         | {"layer_norm_epsilon": "norm_eps", "attn_pdrop": "attention_dropout"}
@@ -424,6 +425,10 @@ def _golf_config(theirs: Any, row: Architecture, has_biases: bool, is_as_made: b
     """Return the config of a native config's Golf model. Raises UserError if Golf lacks one of its options."""
     values = {name: allowed[0] for name, allowed in row.options.items() if len(allowed) == 1}
     values |= {ours: getattr(theirs, name) for name, ours in row.fields.items() if ours != "head_dim"}
+    for name in _TOKEN_IDS:  # GPT2Config says 50,256 whatever the vocabulary is; such an id stands for nothing
+        ids = values[name] if isinstance(values[name], list) else [values[name]]
+        if any(token_id is not None and not 0 <= token_id < theirs.vocab_size for token_id in ids):
+            values[name] = None
     values["embedding_norm"] = not row.folds_embedding_norm
     if "use_bias" in row.options:
         values["use_bias"] = has_biases

@@ -290,6 +290,13 @@ def build_gpt2(**options: Any) -> GPT2LMHeadModel:
     return gpt2
 
 
+def test_token_ids_beyond_the_vocabulary_stand_for_nothing():
+    """GPT2Config begins and ends with 50,256 whatever the vocabulary is."""
+    config = from_native(GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=4))).config
+    assert config.bos_token_id is config.eos_token_id is None
+    assert from_native(build_gpt2()).config.bos_token_id == 0
+
+
 @pytest.mark.parametrize(
     "options",
     [
