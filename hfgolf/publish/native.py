@@ -328,7 +328,11 @@ def compare(one: PreTrainedModel, other: PreTrainedModel, real_ids: list[int]) -
     rows += [torch.tensor([real_ids[-length:]])] if len(real_ids) > length else []
     largest = largest_logit = 0.0
     for ids in rows:
-        expected, actual = (model(input_ids=ids.to(model.device)).logits.cpu() for model in (one, other))
+        inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}  # no id of these is padding
+        expected, actual = (
+            model(**{key: value.to(model.device) for key, value in inputs.items()}).logits.cpu()
+            for model in (one, other)
+        )
         apart = (expected - actual).abs().max().item()
         largest = apart if math.isnan(apart) else max(largest, apart)
         largest_logit = max(largest_logit, expected.abs().max().item())

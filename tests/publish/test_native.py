@@ -11,6 +11,7 @@ from torch import nn
 from transformers import (
     GPT2Config,
     GPT2LMHeadModel,
+    GPT2Model,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -295,6 +296,16 @@ def test_token_ids_beyond_the_vocabulary_stand_for_nothing():
     config = from_native(GPT2LMHeadModel(GPT2Config(vocab_size=61, n_embd=32, n_layer=1, n_head=4))).config
     assert config.bos_token_id is config.eos_token_id is None
     assert from_native(build_gpt2()).config.bos_token_id == 0
+
+
+def test_no_token_is_taken_for_padding_when_logits_are_compared(monkeypatch):
+    """Without a mask, transformers would say in five lines that the ids may be padded."""
+    masks: list[Any] = []
+    check = "warn_if_padding_and_no_attention_mask"
+    monkeypatch.setattr(GPT2Model, check, lambda model, input_ids, mask: masks.append(mask))
+    gpt2 = build_gpt2(pad_token_id=0)
+    assert compare(gpt2, from_native(gpt2), [0, 1, 2])[0] < 1e-5
+    assert masks and all(mask is not None for mask in masks)
 
 
 @pytest.mark.parametrize(
