@@ -238,7 +238,7 @@ def test_argparse_errors_are_one_line(run_script):
 OUTPUTS = {  # script: its arguments, the option, and what must not be reached
     "compare": (["run"], "--output_dir", "hfgolf.compare.outcome.read_outcome"),
     "evaluate": (["--model=m", "--files=f"], "--certificate", "hfgolf.commands.evaluate_text.evaluate_text"),
-    "export": (["--run", "run"], "--output", "hfgolf.commands.export.export_checkpoint"),
+    "export": (["run"], "--output", "hfgolf.commands.export.export_checkpoint"),
     "find_lr": (["--train.max_steps=1"], "--output", "hfgolf.commands.lr_sweep.find_lr"),
     "ladder.py": (["--train.max_steps=1"], "--output", "hfgolf.commands.scratch.scratch_run"),
     "report": (["run"], "--output", "hfgolf.run.record.read_run"),

@@ -1,10 +1,10 @@
-"""Export a checkpoint as a model with its card: hfgolf export --run runs/small --checkpoint best
+"""Export a checkpoint as a model with its card: hfgolf export runs/small --checkpoint best
 
 A run exports its best weights when it ends. Use this for a run that was killed, or for any other checkpoint. It also
 turns a native model into Golf and back, and writes one file for llama.cpp and Ollama:
 
-    hfgolf export --model runs/small/model --to golf --output small-golf
-    hfgolf export --model runs/small/model --to gguf --output small.gguf
+    hfgolf export runs/small/model --to golf --output small-golf
+    hfgolf export runs/small/model --to gguf --output small.gguf
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from hfgolf.commands.options import Answer, ScriptParser, check_output
+from hfgolf.commands.options import Answer, ScriptParser, add_source, check_output, take_source
 from hfgolf.config.sections import RunConfig
 from hfgolf.run.find_model import find_model, models_here
 from hfgolf.run.folder import RunFolder
@@ -27,9 +27,8 @@ from hfgolf.system.wording import join_words, one_line
 
 def main() -> Answer:
     parser = ScriptParser(__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", type=Path, help="run folder, such as runs/small")
-    source.add_argument("--model", help="model to convert: a run, a checkpoint, an exported model, or a Hub name")
+    model_help = "model to convert: a run, a checkpoint, an exported model, or a Hub name"
+    add_source(parser, "run folder, such as runs/small", model_help)
     parser.add_argument("--checkpoint", help="best, latest or a path (default: best; latest if nothing was evaluated)")
     parser.add_argument(
         "--output",
@@ -48,7 +47,7 @@ def main() -> Answer:
         choices=["f16", "q8_0", "f32"],
         help="with gguf: how matrices are stored; q8_0: 8 bits per weight, and a scale for every 32 (f16)",
     )
-    arguments = parser.parse_args()
+    take_source(arguments := parser.parse_args())
     if arguments.quantization and arguments.to != "gguf":
         raise UserError("--quantization: only a GGUF file has it; add --to gguf.")
     quantization = arguments.quantization or "f16"

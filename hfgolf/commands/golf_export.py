@@ -1,4 +1,4 @@
-"""Fit a model into a number of bytes: hfgolf golf export --run runs/small --budget_bytes 2MB
+"""Fit a model into a number of bytes: hfgolf golf export runs/small --budget_bytes 2MB
 
 Writes the folder RUN/golf: artifact.bin (the weights), score.py (a program that scores them and needs only torch and
 numpy), the text it scores (tokens.bin, bytes.bin), ledger.json, table.json, certificate.json, and model/ with the same
@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hfgolf.commands.options import Answer, ScriptParser, bounded, bounded_bytes, check_output
+from hfgolf.commands.options import Answer, ScriptParser, add_source, bounded, bounded_bytes, check_output, take_source
 from hfgolf.run.find_model import find_model
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import aligned, duration
@@ -29,9 +29,8 @@ _OF_THE_CONFIG = (
 
 def main() -> Answer:
     parser = ScriptParser(__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", type=Path, help="run folder, such as runs/small: its model, text and golf section")
-    source.add_argument("--model", help="model: run, folder or Hub name; with --files and --calibration_files")
+    run_help = "run folder, such as runs/small: its model, text and golf section"
+    add_source(parser, run_help, "model: run, folder or Hub name; with --files and --calibration_files")
     parser.add_argument("--files", nargs="+", help="text to score: paths, folders, globs or URLs, as in data.files")
     parser.add_argument("--calibration_files", nargs="+", help="text of the kind that the model was trained on")
     parser.add_argument("--text_column", default="text", help="column of tables, as in data.text_column (text)")
@@ -47,7 +46,7 @@ def main() -> Answer:
     parser.add_argument("--stride", **bounded(1, 2**24, "default: golf.stride"))
     parser.add_argument("--adapt_rate", **bounded(0.0, 1.0, "default: golf.adapt_rate"))
     parser.add_argument("--skip_before", action="store_true", help="do not score the weights before rounding")
-    arguments = parser.parse_args()
+    take_source(arguments := parser.parse_args())
     if arguments.model and not (arguments.files and arguments.calibration_files and arguments.output):
         raise UserError("--model: also give --files, --calibration_files and --output.")
     if arguments.run and (arguments.files or arguments.calibration_files):

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from hfgolf.run.find_model import is_run
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import close_match, shortened
 
@@ -124,6 +125,22 @@ def take_words(arguments: argparse.Namespace, *options: str) -> list[str]:
     if not arguments.model:
         raise UserError("MODEL: name a run, such as runs/small, a checkpoint, an exported model or a name on the Hub.")
     return list(words)
+
+
+def add_source(parser: argparse.ArgumentParser, run: str, model: str) -> None:
+    """Add --run and --model, for which `take_source` also takes a word without an option. run, model: their help."""
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("source", nargs="?", type=Path, metavar="RUN", help="the same without --run or --model")
+    source.add_argument("--run", type=Path, help=run)
+    source.add_argument("--model", help=model)
+
+
+def take_source(arguments: argparse.Namespace) -> None:
+    """Fill --run or --model from the word without an option. What does not exist was meant as a run."""
+    source = arguments.source
+    if source is not None:
+        is_model = source.exists() and not is_run(source)
+        setattr(arguments, "model" if is_model else "run", str(source) if is_model else source)
 
 
 def read_utf8(where: str, text: str | bytes) -> str:

@@ -1,19 +1,19 @@
-"""Push a model to the Hugging Face Hub: hfgolf push --run runs/small --repo user/name
+"""Push a model to the Hugging Face Hub: hfgolf push runs/small --repo user/name
 
 Or any exported folder, such as a milestone of a run, to a branch that `from_pretrained` takes as its revision:
 
-    hfgolf push --model runs/small/milestones/chck_10M --repo user/name --revision chck_10M
+    hfgolf push runs/small/milestones/chck_10M --repo user/name --revision chck_10M
 
 Or a GGUF file, to a repository of its own whose card names the model:
 
-    hfgolf push --model small.gguf --repo user/name-gguf --base_model user/name
+    hfgolf push small.gguf --repo user/name-gguf --base_model user/name
 """
 
 import re
 from pathlib import Path
 from typing import Any
 
-from hfgolf.commands.options import Answer, ScriptParser
+from hfgolf.commands.options import Answer, ScriptParser, add_source, take_source
 from hfgolf.config.sections import REPOSITORY
 from hfgolf.run.find_model import models_here
 from hfgolf.run.folder import RunFolder
@@ -23,9 +23,7 @@ from hfgolf.system.wording import shortened
 
 def main() -> Answer:
     parser = ScriptParser(__doc__)
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--run", type=Path, help="run folder, such as runs/small, whose model to push")
-    source.add_argument("--model", type=Path, help="exported folder, or GGUF file")
+    add_source(parser, "run folder, such as runs/small, whose model to push", "exported folder, or GGUF file")
     parser.add_argument("--base_model", help="with a GGUF file: the repository of the model that it was made from")
     parser.add_argument("--repo", required=True, help="repository, as user/name; created if it does not exist")
     parser.add_argument("--private", action="store_true", help="create the repository as private")
@@ -38,10 +36,10 @@ def main() -> Answer:
         default="auto",
         help="auto: native, which loads without trust_remote_code, if transformers has the architecture (auto)",
     )
-    arguments = parser.parse_args()
+    take_source(arguments := parser.parse_args())
     if not re.match(REPOSITORY, arguments.repo):
         raise UserError(f"--repo: {shortened(arguments.repo)} names no repository; allowed: user/name.")
-    model = arguments.model or _model_of(arguments.run)
+    model = Path(arguments.model) if arguments.model else _model_of(arguments.run)
     is_gguf = model.suffix == ".gguf" and model.is_file()
     if arguments.base_model and not is_gguf:
         raise UserError("--base_model: only a GGUF file has it; other models name in their card what they began with.")

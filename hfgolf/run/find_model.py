@@ -42,18 +42,18 @@ def find_model(name: str, key: str = "--model", *, is_final: bool = False) -> st
 def models_here(name: str) -> str:
     """Return the end of a message on a name without a model: what it may mean, else the runs that are here."""
     folder = Path(os.path.expanduser(name))
-    runs = {path.name: str(path) for path in sorted(Path("runs").glob("*")) if _is_run(path)}
+    runs = {path.name: str(path) for path in sorted(Path("runs").glob("*")) if is_run(path)}
     beside = {
         path.name: str(path)
         for path in sorted(folder.parent.glob("*"))
-        if path != folder and (_is_run(path) or (path / "config.json").is_file())
+        if path != folder and (is_run(path) or (path / "config.json").is_file())
     }
     near = runs | beside
     meant = near.get(close_match(folder.name, near) or "") or close_match(str(folder), near.values())
     return f"did you mean {meant}?" if meant else f"runs here: {join_words(runs.values(), maximum=9) or 'none'}."
 
 
-def _is_run(folder: Path) -> bool:
+def is_run(folder: Path) -> bool:
     run = RunFolder(folder)
     return run.config.is_file() or run.checkpoints.is_dir() or (run.model / "config.json").is_file()
 

@@ -159,3 +159,5 @@ def test_any_checkpoint_exports_without_overwriting(killed, hfgolf, tmp_path):
     assert "the run has no checkpoints" in refused()
     (folder / "config.yaml").unlink()
     assert "--run: there is no run in" in refused()
+    said = hfgolf("export", tmp_path / "nothing")
+    assert said.err.startswith(f"error: --run: there is no run in {tmp_path / 'nothing'}; ")

@@ -86,7 +86,7 @@ def test_a_run_of_another_architecture_exports_what_unpack_reads(tmp_path, tiny_
     folder = tmp_path / "runs" / "tiny"
     ends = {"train__max_steps": 20, "train__eval_every_steps": 20, "golf__calibration_tokens": 512}
     train(load_config(tiny_run_in(tmp_path, **ends, model__architecture="llama")))
-    assert hfgolf("golf", "export", "--run", folder, "--budget_bytes", BUDGET).status == 0
+    assert hfgolf("golf", "export", folder, "--budget_bytes", BUDGET).status == 0
     exported = folder / "golf"
     ledger = json.loads((exported / "ledger.json").read_text())
     sizes = {path.name: path.stat().st_size for path in exported.iterdir() if path.is_file()}

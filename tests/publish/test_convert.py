@@ -139,7 +139,7 @@ def test_an_edited_card_without_the_sections_stays_also_from_the_hub(exported, h
 
 def test_export_script_converts_both_ways_and_refuses_in_one_line(exported, hfgolf, tmp_path):
     native = tmp_path / "native"
-    said = hfgolf("export", "--model", exported, "--to", "native", "--output", native)
+    said = hfgolf("export", exported, "--to", "native", "--output", native)
     assert said.status == 0 and said.out.startswith(f"exported {exported} to {native} as ApertusForCausalLM"), said.err
     config = json.loads((native / "config.json").read_text())
     assert config["hidden_act"] == "relu2" and None not in config.values()
@@ -150,7 +150,7 @@ def test_export_script_converts_both_ways_and_refuses_in_one_line(exported, hfgo
         (["--model", exported, "--to", "native", "--output", native], f"--output: {native} already exists"),
         (["--model", exported, "--to", "gguf", "--output", "x"], "--output: x can't be written; allowed: a name that"),
         (["--model", exported, "--quantization", "f16"], "--quantization: only a GGUF file has it; add --to gguf."),
-        ([], "one of the arguments --run --model is required"),
+        ([], "one of the arguments RUN --run --model is required"),
     ):
         said = hfgolf("export", *arguments)
         assert said.status == 2 and said.err.startswith(f"error: {message}"), said.err

@@ -228,11 +228,11 @@ def test_only_exported_files_are_pushed(exported, hub, tmp_path, caplog):
 
 def test_a_branch_and_a_tag_load_by_their_names(exported, hub, hfgolf, tmp_path):
     """The branch holds only what was pushed to it, and its card says what it loads; main stays as it is."""
-    assert hfgolf("push", "--run", exported.parent, "--repo", "user/name", "--format=golf").status == 0
+    assert hfgolf("push", exported.parent, "--repo", "user/name", "--format=golf").status == 0
     refused = hfgolf("push", "--run", exported.parent, "--repo", "./folder")
     assert refused.err == "error: --repo: './folder' names no repository; allowed: user/name.\n"
     main = dict(hub.repositories["user/name"].files)
-    how = ["--model", exported, "--repo", "user/name", "--revision", "chck_1M", "--tag", "v1"]
+    how = [exported, "--repo", "user/name", "--revision", "chck_1M", "--tag", "v1"]
     said = hfgolf("push", *how)
     assert said.out.startswith(f"pushed to {hub.endpoint}/user/name/tree/chck_1M as Apertus"), said.err
     repository = hub.repositories["user/name"]
