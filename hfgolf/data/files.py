@@ -56,7 +56,13 @@ COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _TARS = {".tgz": ".gz", ".tbz2": ".bz2", ".txz": ".xz", ".tzst": ".zst"}
 _OFFICE = {".docx": "a Word document", ".odt": "an OpenDocument text", ".epub": "an EPUB book"}
 _SHEETS = {".xlsx": "an Excel sheet", ".ods": "an OpenDocument sheet"}
+_SLIDES = {".pptx": "a PowerPoint presentation", ".odp": "an OpenDocument presentation"}
 _PDF = "is a PDF, not text; convert it with `pdftotext`, and name the .txt file"
+_SPELLED = {
+    b"%PDF-": _PDF,
+    rb"{\rtf": "is RTF, not plain text; convert it with `pandoc -t plain`, and name the .txt file",
+}
+"""What is spelled in characters, and yet no text."""
 _FORMATS: tuple[tuple[bytes, str], ...] = (
     (rb"%PDF-", _PDF),
     (rb"PK\x03\x04|PK\x05\x06", "is a zip archive, not text; name it .zip, or unpack it"),
@@ -396,12 +402,14 @@ def not_text(start: bytes, path: Path, encoding: str | None = None) -> str | Non
     encoding: data.encoding.
     """
     if marked_encoding(start) or (b"\0" not in start and is_utf8(start[:4096])):
-        return _PDF if start.startswith(b"%PDF-") else None
+        return next((problem for mark, problem in _SPELLED.items() if start.startswith(mark)), None)
     ending = path.suffix.lower()
     if start.startswith(b"PK") and ending in _OFFICE:
         return f"is {_OFFICE[ending]}, not text; convert it with `pandoc -t plain`, and name the .txt file"
     if start.startswith(b"PK") and ending in _SHEETS:
         return f"is {_SHEETS[ending]}, not text; save it as CSV"
+    if start.startswith(b"PK") and ending in _SLIDES:
+        return f"is {_SLIDES[ending]}, not text; save it as plain text"
     for pattern, problem in _FORMATS:
         if re.match(pattern, start):
             return problem

@@ -268,10 +268,11 @@ def test_what_is_not_text_is_named(read, kind):
     name = "a.csv" if kind == "PDF" else "a"
     line = read(name, FORMATS[kind] if kind.startswith("UTF-") else FORMATS[kind].ljust(99, b"\0"))
     assert isinstance(line, str) and f"{name} is " in line and kind in line
+    "RTF": rb"{\rtf1\ansi text}".ljust(99),
 
 
 def test_office_documents_are_named_by_their_ending(read):
-    kinds = {"docx": "Word document", "epub": "EPUB book", "xlsx": "Excel sheet", "odt": "OpenDocument"}
+    kinds = {"docx": "Word", "epub": "EPUB", "xlsx": "Excel sheet", "odt": "OpenDocument", "pptx": "PowerPoint"}
     for ending, kind in kinds.items():
         assert kind in read(f"a.{ending}", b"PK\x03\x04\x14\0\0\0")
 
