@@ -86,8 +86,13 @@ class Column:
 
     def missing(self, names: Collection[str], path: object) -> str:
         """Return what an error says if the column is not one of these."""
-        advice = f"{_listed(names)}{other_keys(names) if self.key == 'text_column' else ''}"
-        return f"{path} has no column {self.name.split('.')[0]!r}; set data.{self.key} to one of: {advice}."
+        column = f"{path} has no column {self.name.split('.')[0]!r}"
+        if _OF_SLACK.get(Path(str(path)).name) in names:
+            return f"{column}: it is the list of a Slack export, not its messages; name the folders of its channels."
+        others = other_keys(names) if self.key == "text_column" else ""
+        fitting = [name for name in names if not (others and name in _KEYS)]
+        advice = f"; or data.{self.key} to one of: {_listed(fitting)}" if fitting else ""
+        return f"{column}; set {(advice + others).removeprefix('; or ')}."
 
     def find(self, names: Collection[str]) -> list[str] | None:
         steps = [self.name] if self.name in names else self.name.split(".")
@@ -453,4 +458,6 @@ def other_keys(names: Iterable[str]) -> str:
     return "".join(f"; or data.{key}_column to {name}" for name, key in keys.items())
 
 
+_OF_SLACK = {f"{name}.json": "members" for name in ("channels", "groups", "dms", "mpims")} | {"users.json": "profile"}
+"""{what lists the channels or the people in Slack's export: a key in it}."""
 _KEYS = {"messages": "messages", "conversations": "messages", "conversation": "messages", "input_ids": "ids"}

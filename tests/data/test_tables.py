@@ -140,7 +140,17 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.json", '{"x": 1}\n' * 20_000 + '{"text": "a"}', "has no column 'text'; set data.text_column to one of: x."),
         ("t.jsonl", '{"text": [{"role": "user"}]}\n', "'text' holds a list, not text; name a column of conversations"),
         ("t.jsonl", '{"text": [1, 2]}\n', "'text' holds a list, not text; name a column of token ids by"),
-        ("t.jsonl", '{"messages": [{"role": "user"}]}\n', "one of: messages; or data.messages_column to messages."),
+        ("t.jsonl", '{"messages": [{"role": "user"}]}\n', "'text'; set data.messages_column to messages."),
+        (
+            "t.json",
+            '[{"input_ids": [1], "n": 1}]',
+            "set data.text_column to one of: n; or data.ids_column to input_ids.",
+        ),
+        (
+            "channels.json",
+            '[{"id": "C1", "members": []}]',
+            "it is the list of a Slack export, not its messages; name the",
+        ),
     ],
 )
 def test_what_is_not_in_the_dialect_is_refused_with_its_row(read, name, content, problem):
@@ -258,6 +268,7 @@ FORMATS = {
     "an old Office document": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
     "SQLite": b"SQLite format 3\0\x10\0",
     "a Parquet file": parquet(pa.table({"text": ["a"]})),
+    "RTF": rb"{\rtf1\ansi text}".ljust(99),
     "UTF-16 without a byte order mark": "plain text".encode("utf-16-le"),
     "a tar archive": b"a.txt".ljust(257, b"\0") + b"ustar\0",
 }
@@ -268,7 +279,6 @@ def test_what_is_not_text_is_named(read, kind):
     name = "a.csv" if kind == "PDF" else "a"
     line = read(name, FORMATS[kind] if kind.startswith("UTF-") else FORMATS[kind].ljust(99, b"\0"))
     assert isinstance(line, str) and f"{name} is " in line and kind in line
-    "RTF": rb"{\rtf1\ansi text}".ljust(99),
 
 
 def test_office_documents_are_named_by_their_ending(read):
