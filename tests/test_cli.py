@@ -116,7 +116,7 @@ def test_an_unknown_verb_is_one_line(hfgolf, arguments, said):
 def test_what_the_minutes_would_choose_is_not_guessed(hfgolf, verb):
     said = hfgolf(verb, "my.txt", "--minutes", 5)
     assert (said.status, said.out, said.err.count("\n")) == (2, "", 1)
-    assert said.err.startswith("error: train.max_minutes: without a config, the minutes choose shape and rates")
+    assert said.err.startswith("error: --minutes: without a config, the minutes choose shape and rates")
 
 
 def test_a_printed_command_is_found_where_it_is_typed(tmp_path, monkeypatch):
@@ -261,16 +261,20 @@ def test_the_name_of_a_tokenizer_implies_its_kind(limit):
 @pytest.mark.parametrize(
     "arguments, said",
     [
-        (["nowhere.txt"], "data.files: no file matches 'nowhere.txt'"),
-        (["my.txt", "--model.init_from=./nowhere"], "model.init_from: there is no model ./nowhere; runs here: none."),
+        (["train", "nowhere.txt"], "data.files: no file matches 'nowhere.txt'"),
+        (["plan", "nowhere.txt"], "data.files: no file matches 'nowhere.txt'"),
+        (["evaluate", "m", "nowhere.txt"], "--files: no file matches 'nowhere.txt'"),
+        (["train", "my.txt", "--minutes=ten"], "the command line: --minutes: 'ten' is not allowed"),
+        (["train", "my.txt", "--minutes"], "the command line: --minutes needs a value."),
+        (
+            ["train", "my.txt", "--model.init_from=./nowhere"],
+            "model.init_from: there is no model ./nowhere; runs here: none.",
+        ),
     ],
 )
-def test_a_wrong_path_is_said_before_torch_is_imported(tmp_path, arguments, said):
+def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path, arguments, said):
     (tmp_path / "my.txt").write_text("To be, or not to be.")
-    program = (
-        f"import sys; from hfgolf import cli\ntry: cli.main(['train', *{arguments}])\n"
-        "finally: print('torch' in sys.modules)"
-    )
+    program = f"import sys; from hfgolf import cli\ntry: cli.main({arguments})\nfinally: print('torch' in sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)

@@ -5,10 +5,12 @@ Or on tasks of lm-eval (pip install lm-eval). Their results are recorded in the 
     hfgolf evaluate --model runs/small --tasks hellaswag my_task.yaml
 """
 
+import itertools
 import sys
 from pathlib import Path
 
 from hfgolf.commands.options import Answer, ScriptParser, add_model, bounded, check_output, take_words
+from hfgolf.data.files import find_paths, is_url
 from hfgolf.run.find_model import find_model
 from hfgolf.system.errors import UserError
 from hfgolf.system.signals import Signals
@@ -86,6 +88,9 @@ def main() -> Answer | None:
     del arguments["tasks"]
     if path is not None:
         check_output("--certificate", path, ["json"])
+    for option, names in (("--files", parsed.files), ("--train_files", parsed.train_files)):
+        for name in itertools.filterfalse(is_url, names or ()):
+            find_paths(name, option)  # before loading torch
 
     from hfgolf.commands.evaluate_text import EvaluationOptions, evaluate_text
 

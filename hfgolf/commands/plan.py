@@ -43,6 +43,10 @@ def main() -> Answer | None:
     parser.add_argument("--tokens_per_second", **bounded(1e-6, 1e12, text))
     options, run_options = parser.parse_known_args()
     resolved = load_config(run_options)
+    if resolved.sources.get("data.files") == "command line" and not options.device:
+        from hfgolf.data.files import require_paths
+
+        require_paths(resolved.config.data)
 
     from hfgolf.commands.needs import (
         affordable_steps,

@@ -243,7 +243,7 @@ def is_url(name: str) -> bool:
     return "://" in name and not os.path.lexists(name)
 
 
-def _find_paths(name: str, key: str) -> tuple[list[str], bool]:
+def find_paths(name: str, key: str) -> tuple[list[str], bool]:
     """Return the paths that a name stands for, and whether it is a glob: a path that exists is taken as it is written.
 
     In a glob, folders that exist are literal, too: with a folder `data[1]`, `data[1]/*.txt` is about its files. Raises
@@ -280,7 +280,7 @@ def require_paths(data: DataSection) -> None:
             require_paths(text)
     for field in ("files", "val_files"):
         for name in itertools.filterfalse(is_url, getattr(data, field)):
-            paths, is_glob = _find_paths(name, f"data.{field}")
+            paths, is_glob = find_paths(name, f"data.{field}")
             file = SourceFile(name, Path(paths[0]))
             ending, compression = file.endings
             is_packed = compression or ending in (*ARCHIVES, *BINARY_TABLES)
@@ -300,7 +300,7 @@ def require_text(file: SourceFile, key: str) -> None:
 
 def _match(name: str, key: str, data: DataSection) -> list[str]:
     """Return the files that a path, a folder or a glob stands for, in an order that does not depend on the machine."""
-    paths, is_glob = _find_paths(name, key)
+    paths, is_glob = find_paths(name, key)
     if not is_glob:
         kinds = SHARDS if data.source == "shards" else KNOWN
         return _folder_files(paths[0], key, cache_folder(data), kinds) if os.path.isdir(paths[0]) else paths
