@@ -70,8 +70,14 @@ def _run(arguments: list[str]) -> int | None:
         raise UserError("--json: chat is a conversation; `hfgolf generate --json` writes one text.")
     # usage texts and the record of a run show it
     sys.argv = [f"hfgolf {verb}", *(word for word in arguments[words:] if word != "--json")]
-    with redirect_stdout(sys.stderr) if as_json else nullcontext():  # the log, too
-        answer = importlib.import_module(f"hfgolf.commands.{verb.replace(' ', '_')}").main()
+    try:
+        with redirect_stdout(sys.stderr) if as_json else nullcontext():  # the log, too
+            answer = importlib.import_module(f"hfgolf.commands.{verb.replace(' ', '_')}").main()
+    except UserError as error:
+        from hfgolf.config.parse import as_typed
+
+        error.args = as_typed(error.args, arguments)
+        raise
     if answer is None:  # a process other than the first, or a verb that has said it all
         return 0
     text = answer.text

@@ -116,8 +116,8 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
         {
             "--dollars 15": "--dollars: the price is not known; add --run.price_per_hour",
             "--price_per_hour 3": "unknown key price_per_hour; did you mean run.price_per_hour?",
-            "--minutes nan": "train.max_minutes: 'nan' is not allowed; allowed: a number above 0",
-            "--minutes 1 --tokens_per_second 1": "train.max_minutes: 60 s is too short for one step of 256 tokens",
+            "--minutes nan": "--minutes: 'nan' is not allowed; allowed: a number above 0",
+            "--minutes 1 --tokens_per_second 1": "--minutes: 60 s is too short for one step of 256 tokens",
             "--device abacus": "--device: abacus is not in the table; known: B300, ",
             "--batch.micro_batch_size 3": "batch.tokens_per_step: 256 is not a multiple of micro-batches of 3",
             "--device T4 --minutes 1 --model.hidden_size 65536": "not even one sequence of 32 tokens fits: it needs",

@@ -247,8 +247,8 @@ def test_written_config_reproduces_the_run(config_file, tmp_path: Path):
 MISTAKES = {
     "--optim.learnin_rate 1": "the command line: unknown key optim.learnin_rate; did you mean optim.learning_rate?",
     "--max_steps 1": "unknown key max_steps; did you mean train.max_steps?",
-    "--distill_form a": "unknown key distill_form; did you mean train.distill_from?",
-    "--minuts 1": "unknown key minuts; did you mean train.max_minutes?",
+    "--distill_form a": "unknown key distill_form; did you mean --distill_from?",
+    "--minuts 1": "unknown key minuts; did you mean --minutes?",
     "--steps 1": "unknown key steps; docs/config.md has all keys",
     "--optim.name adam": "optim.name: 'adam' is not allowed; allowed: muon, adamw or sgd.",
     "--optim.learning_rate -1": "optim.learning_rate: -1 is not allowed; allowed: a number above 0, up to 10^38.",

@@ -25,7 +25,7 @@ def train_with(signals: Signals) -> dict[str, Any]:
         raise UserError(
             "name your text, a config, or both, and any values:",
             "  hfgolf train my.txt",
-            "  hfgolf train --config small --train.max_minutes 5",
+            "  hfgolf train --config small --minutes 5",
         )
     arguments = [argument for argument in sys.argv[1:] if argument != "--verbose"]
     resolved = load_config(arguments)  # before importing torch, so that --help and errors come at once

@@ -323,7 +323,7 @@ def base_for(stated: Mapping[str, Any]) -> ResolvedConfig:
     ]
     if has_minutes and unknown:
         why = f"shape and rates are not chosen with {join_words(unknown)}"
-        _say_once(f"train.max_minutes only limits this run: {why}, so they are those of {name}, or stated")
+        _say_once(f"the minutes only limit this run: {why}, so they are those of {name}, or stated")
     of_weights = ("data.", "model.", "batch.sequence_length")
     examples = of_weights if starts_elsewhere else ("train.sample_prompt", "tokenizer.", "run.")
     shipped = load_config([f"--config={CONFIGS / name}.yaml"])
@@ -495,6 +495,15 @@ def one_token_per_option(arguments: Sequence[str]) -> list[str]:
 
 def is_option(argument: str) -> bool:
     """Return whether an argument is an option of a config: --section.key, --config, --dollars or one of _SHORT."""
+def as_typed(lines: Sequence[Any], argv: Sequence[str]) -> tuple[str, ...]:
+    """Return the lines of an error, with the short options that the arguments have in the place of their keys."""
+    typed = {argument.partition("=")[0] for argument in argv}
+    for short, option in _SHORT.items():
+        if short in typed:
+            lines = [str(line).replace(option, short).replace(option[2:], short) for line in lines]
+    return tuple(map(str, lines))
+
+
     name = argument.partition("=")[0]
     return name in ("--config", "--dollars", *_SHORT) or (name.startswith("--") and "." in name)
 
@@ -511,7 +520,7 @@ def _check_key(key: str, where: str | None) -> None:
     if last in OTHER_NAMES:
         raise UserError(f"{where}: unknown key {key}; here: {OTHER_NAMES[last]}.")
     by_name = {known.split(".")[1]: known for known in reversed(KEY_TYPES)}
-    by_name |= {option[2:]: known[2:] for option, known in _SHORT.items()}
+    by_name |= {option[2:]: option for option in _SHORT}
     section = nearest(key.split(".")[0], SECTIONS)
     section_keys = [known for known in KEY_TYPES if known.split(".")[0] == section]
     names, likeness = (section_keys, 0.7) if "." in key else (by_name, 0.8)

@@ -116,7 +116,7 @@ def test_what_the_law_does_not_know_keeps_the_shape_of_small(stated, caplog):
     assert base_for(minutes).is_open and not caplog.text
     _say_once.cache_clear()
     base = base_for(minutes | stated)
-    assert f"only limits this run: shape and rates are not chosen with {next(iter(stated))} " in caplog.text
+    assert f"the minutes only limit this run: shape and rates are not chosen with {next(iter(stated))} " in caplog.text
     assert not base.is_open and base.sources["model.hidden_size"] == "small"
     assert "train.max_steps" not in base.sources
 
