@@ -330,6 +330,8 @@ class TrainedRun:
 
         options: max_new_tokens (100), temperature (0.8; 0: the most likely token), top_k (50), top_p (1), seed (0).
         """
+        if not isinstance(prompt, str):
+            raise UserError(f"prompt: {shortened(prompt)} is not text; pass a string.")
         return generate_text(self.model, self.tokenizer, prompt, **options)
 
     def report(self) -> Report:

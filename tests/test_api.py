@@ -113,6 +113,8 @@ def test_fit_returns_a_run_that_shows_what_it_reached(folder, capsys):
     assert run.folder == Path("runs/my") and f"validation loss {run.summary['val_loss']:.4f}" in repr(run)
     assert list(run.metrics.index) == [1, 2, 3, 4] and run.metrics.val_loss.notna().sum() == 2
     assert run.sample("To be", max_new_tokens=5, temperature=0).startswith("To be")
+    with pytest.raises(hfgolf.UserError, match=r"prompt: 5 is not text; pass a string."):
+        run.sample(5)
     assert not run.model.training and run.tokenizer("a")["input_ids"]
     shown = run.report()._repr_html_()
     assert shown.startswith("<iframe srcdoc=") and "bits per byte" in shown and "<script" not in shown
@@ -552,6 +554,13 @@ def test_wrong_arguments_are_one_line_and_leave_no_folder(folder, wrong):
         hfgolf.fit(**options)
     assert raised.value._render_traceback_() == [f"error: {raised.value}"]
     assert not Path("runs").exists()
+
+
+def test_what_is_no_config_is_refused():
+    with pytest.raises(
+        hfgolf.UserError, match=r"config: 5 is none; pass a RunConfig, or the path or name of a config."
+    ):
+        hfgolf.train(5)
 
 
 def test_config_by_path_name_or_object_is_the_same(tmp_path):

@@ -356,6 +356,8 @@ def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConf
     """Return what `load_config` returns, for it, for a RunConfig, or for the path or name of a config."""
     if isinstance(config, ResolvedConfig):
         return config
+    if not isinstance(config, RunConfig | str | Path):
+        raise UserError(f"config: {shortened(config)} is none; pass a RunConfig, or the path or name of a config.")
     return ResolvedConfig.from_code(config) if isinstance(config, RunConfig) else load_config(config)
 
 
@@ -493,8 +495,6 @@ def one_token_per_option(arguments: Sequence[str]) -> list[str]:
     return tokens
 
 
-def is_option(argument: str) -> bool:
-    """Return whether an argument is an option of a config: --section.key, --config, --dollars or one of _SHORT."""
 def as_typed(lines: Sequence[Any], argv: Sequence[str]) -> tuple[str, ...]:
     """Return the lines of an error, with the short options that the arguments have in the place of their keys."""
     typed = {argument.partition("=")[0] for argument in argv}
@@ -504,6 +504,8 @@ def as_typed(lines: Sequence[Any], argv: Sequence[str]) -> tuple[str, ...]:
     return tuple(map(str, lines))
 
 
+def is_option(argument: str) -> bool:
+    """Return whether an argument is an option of a config: --section.key, --config, --dollars or one of _SHORT."""
     name = argument.partition("=")[0]
     return name in ("--config", "--dollars", *_SHORT) or (name.startswith("--") and "." in name)
 
