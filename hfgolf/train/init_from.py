@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.utils import cached_file
 
 from hfgolf.config.parse import ResolvedConfig, as_yaml, load_config
@@ -65,6 +65,8 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
         shape = golf_shape(native)
     except UserError as error:
         as_it_is = f"To train it as it is, set model.architecture {native.model_type}."
+        if type(native) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+            as_it_is = f"{native.model_type} is no causal language model in transformers either."
         raise UserError(f"model.init_from: {error} {as_it_is}") from None
     section, overrides = config.model, golf_overrides(config.model)
     stated = {

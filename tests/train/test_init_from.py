@@ -20,7 +20,7 @@ from hub_server import Repository, serving_here
 from safetensors.torch import load_file, save_file
 from tiny_export import build_tiny
 from tokenizers.processors import TemplateProcessing
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoTokenizer
 
 from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.config.sections import RunConfig
@@ -208,6 +208,13 @@ def test_errors_name_what_was_written(exported, from_weights, tmp_path, reset_ac
         with pytest.raises(UserError, match=message) as error:
             setup.set_up(load_config(from_weights(source, **options)))
         assert "tokenizer.name_or_path" not in str(error.value)
+
+
+@pytest.mark.parametrize(("kind", "advice"), [("mistral", "architecture mistral"), ("vit", "vit is no causal")])
+def test_only_a_language_model_is_said_to_train_as_it_is(tmp_path, kind, advice):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=advice):
+        taken(f"--model.init_from={tmp_path}")
 
 
 def test_another_vocabulary_is_refused_and_the_same_accepted(exported, tmp_path):
