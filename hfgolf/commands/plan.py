@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hfgolf.commands.options import Answer, ScriptParser, bounded
 from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import count_of, duration
+from hfgolf.system.wording import count_of, duration, epochs
 
 if TYPE_CHECKING:
     from hfgolf.commands.needs import Length, Machine, Needs, TokenCounts
@@ -107,8 +107,8 @@ def main() -> Answer | None:
     if milestones:
         lines += ["milestones:", *columns(describe_milestones(milestones, length))]
     if affordable is not None and minutes is not None:
-        epochs = "" if affordable.epochs is None else f", {affordable.epochs:.3g} epochs"
-        paid = f"{count_of(affordable.steps, 'step')}, {affordable.tokens:,} tokens{epochs}"
+        read = "" if affordable.epochs is None else f", {epochs(affordable.epochs)}"
+        paid = f"{count_of(affordable.steps, 'step')}, {affordable.tokens:,} tokens{read}"
         fit, limit = "", config.train.max_steps
         if limit is not None:
             over = f" do not fit, but --train.max_steps {affordable.steps} does"
@@ -210,13 +210,13 @@ def describe_length(length: Length | None, parameters: int, price: float | None,
     if length is None:
         return [f"run: number of steps unknown ({note})"]
     each = f"{length.tokens / parameters:.3g} per parameter"
-    epochs = "" if length.epochs is None else f", {length.epochs:.3g} epochs"
+    read = "" if length.epochs is None else f", {epochs(length.epochs)}"
     counted, rest = f"{duration(length.seconds)} of steps", "evaluations, startup"
     if length.evaluation_seconds is not None:
         counted, rest = f"{counted} and {duration(length.evaluation_seconds)} of evaluations", "startup"
     remark = f" ({note})" if note else ""
     lines = [
-        f"run: {count_of(length.steps, 'step')}, {length.tokens:,} tokens, {each}{epochs}{remark}",
+        f"run: {count_of(length.steps, 'step')}, {length.tokens:,} tokens, {each}{read}{remark}",
         f"time: about {counted}; {rest}, compiling and saves are not counted",
     ]
     if length.dollars is not None:

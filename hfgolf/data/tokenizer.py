@@ -478,7 +478,8 @@ def _train_bpe(pieces: Dataset, config: TokenizerSection, is_chat: bool) -> Toke
     started_at = time.perf_counter()
     tokenizer.train_from_iterator(texts(sample), trainer)
     seconds = time.perf_counter() - started_at
-    _log.debug("trained a BPE tokenizer on %.1f MB in %.1f s", num_text_bytes(sample) / 1e6, seconds)
+    if vocab_size > 257:
+        _log.debug("trained a BPE tokenizer on %.1f MB in %.1f s", num_text_bytes(sample) / 1e6, seconds)
     reached = tokenizer.get_vocab_size()
     if reached < vocab_size and config.vocab_size != "auto":
         raise TooFewEntriesError(config.vocab_size, reached + num_reserved)

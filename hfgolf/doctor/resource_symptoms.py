@@ -15,6 +15,7 @@ import numpy as np
 from hfgolf.config.sections import budgeted_eval_tokens
 from hfgolf.doctor.finding import IN_A_ROW, Detector, Finding, two_digits
 from hfgolf.doctor.history import MAX_KEPT, History, Interval
+from hfgolf.system.wording import every
 
 MAX_HASHES = 10_000  # steps within which a repeated batch is noticed
 EPOCH_TOLERANCE = 1e-9  # for rounding, in epochs
@@ -195,15 +196,15 @@ class CostlyEvaluation:
         if seconds <= max(MIN_SECONDS, usual * steps) or not (is_last or len(history.evaluations) > 1):
             return None
         took = f"took {seconds:,.0f} s and the steps {steps:,.0f} s ({seconds / steps:.0%})"
-        tokens, every = row["val_tokens"], settings["train.eval_every_steps"]
+        tokens, interval = row["val_tokens"], settings["train.eval_every_steps"]
         if is_last:
             saw = f"the last evaluation, on {tokens:,} validation tokens, {took}"
             causes = ("more validation text than so short a run needs", "a run shorter than meant")
             affordable = max(1, int(two_digits(tokens * USUAL_SHARE * steps / seconds)))
             fix: dict[str, Any] = {"train.final_eval_tokens": affordable}
             return Finding("costly evaluations", history.step, saw, causes, fix)
-        saw = f"evaluations {took}, with {tokens:,} tokens every {every:,} steps"
-        if tokens > budgeted_eval_tokens(settings["batch.tokens_per_step"] * every):
+        saw = f"evaluations {took}, with {tokens:,} tokens {every(interval, 'step')}"
+        if tokens > budgeted_eval_tokens(settings["batch.tokens_per_step"] * interval):
             causes = ("evaluations that read more tokens than they need", "evaluations that are too frequent")
             fix = {"train.eval_tokens": "auto"}
         else:
@@ -211,7 +212,7 @@ class CostlyEvaluation:
                 ("samples that are slow to write (train.sample_tokens)",) if settings["train.sample_tokens"] else ()
             )
             causes = ("evaluations that are too frequent", *samples)
-            fix = {"train.eval_every_steps": math.ceil(two_digits(every * seconds / steps / USUAL_SHARE))}
+            fix = {"train.eval_every_steps": math.ceil(two_digits(interval * seconds / steps / USUAL_SHARE))}
         return Finding("costly evaluations", history.step, saw, causes, fix)
 
 

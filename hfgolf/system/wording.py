@@ -46,6 +46,16 @@ def count_of(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def every(number: int, noun: str) -> str:
+    """Return "every step" or "every 1,200 steps"."""
+    return f"every {noun}" if number == 1 else f"every {number:,} {noun}s"
+
+
+def epochs(count: float) -> str:
+    """Return "2.04 epochs" or "1,529 epochs"."""
+    return f"{count:.3g} epochs" if count < 999.5 else f"{count:,.0f} epochs"
+
+
 def labeled(label: str, text: str, width: int = 8) -> str:
     """Return one of several lines whose texts begin in the same column. The text has one line, whatever is in it."""
     return f"{label:<{width}} {' '.join(text.splitlines())}"
@@ -94,8 +104,8 @@ def describe_texts(summary: Mapping[str, Any]) -> list[str]:
     found = [(name, *(summary.get(f"{key}/{name}") or 0 for key in keys)) for name in names]
     return [
         f"{name}: {score:.4f} over {val_bytes:,} bytes; trained on {tokens:,} tokens"
-        f"{f' ({num_bytes:,} bytes)' if num_bytes else ''}, {epochs:.3g} epochs"
-        for name, score, val_bytes, tokens, num_bytes, epochs in found
+        f"{f' ({num_bytes:,} bytes)' if num_bytes else ''}, {epochs(float(read))}"
+        for name, score, val_bytes, tokens, num_bytes, read in found
     ]
 
 

@@ -16,7 +16,7 @@ from hfgolf.config.sections import BatchSection
 from hfgolf.measure.memory import TrainingMemory, expected_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.system.hardware import accelerator_name, fast_product_dtype, has_fast_fp16_only
-from hfgolf.system.wording import count_of, gigabytes, join_words, labeled
+from hfgolf.system.wording import count_of, epochs, gigabytes, join_words, labeled
 from hfgolf.train.decisions import Decisions
 from hfgolf.train.feed import blocks_per_epoch, read_of_each
 from hfgolf.train.launched import processes_asked_of_accelerate
@@ -89,9 +89,9 @@ def announce_mixture(run: Run) -> None:
     """Say of each text of a mixture how large it is, its share, and how often the run will have read it."""
     last_step = None if run.step_limit == math.inf else run.step_limit
     read, shares = read_of_each(run, last_step), describe_stages(run.config.data.mixture)
-    for (name, (_, epochs)), text, share in zip(read.items(), run.tokens.texts.values(), shares, strict=True):
+    for (name, (_, passes)), text, share in zip(read.items(), run.tokens.texts.values(), shares, strict=True):
         num_bytes = f", {text.train.num_bytes:,} bytes" if text.train.num_bytes else ""  # of shards, nobody counts them
-        last = "" if last_step is None else f"; {epochs:.3g} epochs by the last step"
+        last = "" if last_step is None else f"; {epochs(passes)} by the last step"
         logger.info("%s", labeled("text", f"{name}: {len(text.train):,} tokens{num_bytes}; {share}{last}"))
 
 

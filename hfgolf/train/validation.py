@@ -20,7 +20,7 @@ from hfgolf.evaluate.loss import evaluate_loss
 from hfgolf.evaluate.sample import generate_ids, generate_text
 from hfgolf.optim.shards import reshard
 from hfgolf.system.redact import redact
-from hfgolf.system.wording import one_line
+from hfgolf.system.wording import every, one_line
 from hfgolf.train.console import console
 from hfgolf.train.run import Run
 
@@ -88,8 +88,8 @@ def describe_validation(run: Run) -> str:
     """Return what an evaluation reads, and its share of the compute, in one line."""
     config, val = run.config, run.tokens.val
     each, whole = evaluation_extent(val, config.eval_tokens)[0], evaluation_extent(val)[0]
-    every, per_step = config.train.eval_every_steps, config.batch.tokens_per_step
-    share = each * config.eval_passes / (3 * per_step * every)
+    steps, per_step = config.train.eval_every_steps, config.batch.tokens_per_step
+    share = each * config.eval_passes / (3 * per_step * steps)
     tokens = f"all {whole:,} tokens" if each == whole else f"{each:,} of {whole:,} tokens"
     at_the_end = ""
     is_open = config.train.max_minutes and config.train.final_eval_tokens == "auto" and not run.init_from
@@ -97,7 +97,7 @@ def describe_validation(run: Run) -> str:
         at_the_end = "; at the last step, as many as take 5% of all compute"
     elif (final := evaluation_extent(val, final_budget(run, run.step_limit))[0]) > each:
         at_the_end = f"; {'all of them' if final == whole else f'{final:,}'} at the last step"
-    return f"{tokens} every {every:,} steps, {share:.0%} of their compute{at_the_end}"
+    return f"{tokens} {every(steps, 'step')}, {share:.0%} of their compute{at_the_end}"
 
 
 def _read_alike(run: Run, budget: int | None, other: int | None) -> bool:

@@ -130,8 +130,9 @@ def test_without_a_size_the_vocabulary_fits_the_text(tmp_path, caplog, kind):
         (tmp_path / "text.txt.gz").write_bytes(gzip.compress(("to be or not to be\n" * 20_000).encode()))
     else:
         (tmp_path / "text").write_text(prose if kind == "enough" else "to be or not to be\n" * 20_000)
-    with caplog.at_level(logging.INFO, "hfgolf"):
+    with caplog.at_level(logging.DEBUG, "hfgolf"):
         size = len(load_tokens(DataSection(source="files", **data), TokenizerSection()).tokenizer)
+    assert any("trained a BPE" in message for message in caplog.messages) == (size > 257)
     said = [message for message in caplog.messages if message.startswith("tokenizer: ")]
     if kind == "six notes":
         assert size == 257 and re.fullmatch(r"tokenizer: bytes, .* only 1\.\d kB of training text", said[0])

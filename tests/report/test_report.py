@@ -22,7 +22,7 @@ from hfgolf.run import metrics
 from hfgolf.run.metrics import read_metrics, read_rows
 from hfgolf.run.record import final_figures, read_run, seconds_by_kind, status
 from hfgolf.system.command import own_command
-from hfgolf.system.wording import dollars, duration, size
+from hfgolf.system.wording import dollars, duration, epochs, every, size
 from hfgolf.train import finish
 
 ROOT = Path(__file__).parents[2]
@@ -587,7 +587,11 @@ def test_damaged_files_are_skipped(folder):
     assert not {"validation loss", "bits per byte"} & set(page.figures)
 
 
-def test_seconds_bytes_and_dollars_are_formatted():
+def test_figures_have_their_units():
+    assert [every(number, "step") for number in (1, 1200)] == ["every step", "every 1,200 steps"]
+    assert [epochs(count) for count in (0.0123, 2.04, 999.4, 1528.6)] == [
+        *("0.0123 epochs", "2.04 epochs", "999 epochs", "1,529 epochs")
+    ]
     assert [duration(s) for s in (0, 0.0264, 0.1, 9.94, 9.96, 59.6, 299, 3599.6, 25_320)] == [
         *("0 ms", "26 ms", "0.1 s", "9.9 s", "10 s", "1 min 00 s", "4 min 59 s", "1 h 00 min", "7 h 02 min")
     ]
