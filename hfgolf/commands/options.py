@@ -6,9 +6,11 @@ The options of a config are parse.py's. Imports nothing heavy before it is neede
 from __future__ import annotations
 
 import argparse
+import atexit
 import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -160,6 +162,8 @@ _MARKED_BYTES = 1 << 20  # at either end of a file
 def check_output(option: str, path: Path, kinds: Collection[str] = (), besides: Collection[Path] = ()) -> Path:
     """Return the path of an output option, after making missing folders; raise UserError if it can't be written.
 
+    Folders that it made and that are empty at the end, as of a command that is refused, are removed then.
+
     Call it before any work. kinds: allowed suffixes of a file, such as "html"; if empty, the path is a folder. besides:
     other files that will be written. Raises UserError, too, if one of the files exists and is not hfgolf's.
     """
@@ -171,12 +175,20 @@ def check_output(option: str, path: Path, kinds: Collection[str] = (), besides: 
     if foreign is not None:
         raise UserError(f"{option}: {foreign} exists and hfgolf did not write it; move it, or choose another name.")
     folder = path.absolute().parent if kinds else path
+    if os.environ.get("RANK", "0") == "0":  # which writes
+        atexit.register(_remove_empty, [one for one in (folder, *folder.parents) if not one.exists()])
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             return path
     except OSError as error:
         raise UserError(f"{option}: cannot write to {folder} ({error.strerror}); choose another folder.") from None
+
+
+def _remove_empty(folders: Collection[Path]) -> None:
+    for folder in folders:
+        with suppress(OSError):
+            folder.rmdir()
 
 
 def _is_foreign(path: Path) -> bool:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +54,15 @@ def test_every_command_with_an_output_checks_it_before_any_work():
         text = script.read_text(encoding="utf-8")
         if "ScriptParser" in text and '"--output' in text:
             assert re.search(r"check_(output|picture)\(|already exists|no export wrote it", text), script.name
+
+
+def test_a_refused_command_leaves_no_folder(tmp_path):
+    (tmp_path / "my.txt").write_text("To be")
+    command = [sys.executable, "-m", "hfgolf", "compare", "my.txt"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "holds no complete run" in done.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["my.txt"]
 
 
 def test_what_hfgolf_wrote_is_replaced(tmp_path):
