@@ -204,7 +204,8 @@ class CostlyEvaluation:
             fix: dict[str, Any] = {"train.final_eval_tokens": affordable}
             return Finding("costly evaluations", history.step, saw, causes, fix)
         saw = f"evaluations {took}, with {tokens:,} tokens {every(interval, 'step')}"
-        if tokens > budgeted_eval_tokens(settings["batch.tokens_per_step"] * interval):
+        stated = settings["train.eval_tokens"]  # at least one piece of text is read, whatever the budget
+        if stated != "auto" and (stated or tokens) > budgeted_eval_tokens(settings["batch.tokens_per_step"] * interval):
             causes = ("evaluations that read more tokens than they need", "evaluations that are too frequent")
             fix = {"train.eval_tokens": "auto"}
         else:

@@ -676,11 +676,12 @@ def test_costly_evaluations_read_too_many_tokens_or_are_too_frequent():
     assert timed_evaluations([0.9] * 30) == []
     assert timed_evaluations([19.0] * 3) == [], "57 seconds are not worth a change"
     options = {"train__eval_every_steps": 100, "batch__tokens_per_step": 1000}
-    (finding,) = timed_evaluations([20.0] * 9, **options)
+    (finding,) = timed_evaluations([20.0] * 9, train__eval_tokens=None, **options)
     assert "took 80 s and the steps 40 s (200%), with 20,000 tokens every 100 steps" in finding.saw
     assert finding.fix == {"train.eval_tokens": "auto"} and finding.step == 400
-    (finding,) = timed_evaluations([20.0] * 9, 15_000, **options)  # 5 % of the compute, but not of the time
-    assert finding.fix == {"train.eval_every_steps": 4000}
+    for known in ({"tokens": 15_000}, {"train__eval_tokens": 15_000}):  # 5 % of the compute, but not of the time
+        (finding,) = timed_evaluations([20.0] * 9, **known, **options)
+        assert finding.fix == {"train.eval_every_steps": 4000}
 
 
 def test_a_last_evaluation_that_takes_as_long_as_the_run_gets_a_budget():
