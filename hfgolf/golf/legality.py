@@ -13,14 +13,12 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, SupportsIndex
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-
-from hfgolf.evaluate.windows import as_fp64
 
 Predict = Callable[[np.ndarray], Tensor]
 """Takes x_0 ... x_m; returns the log-probabilities of the last n of the tokens x_1 ... x_(m+1), (n, V)."""
@@ -48,13 +46,25 @@ class Reader:
         self._shown = np.zeros_like(tokens)  # holds nothing that was not shown, so a view of it tells nothing
         self._shown[:1] = tokens[:1]
         self._hash = hashlib.sha256()
-        self.num_seen, self._num_checked, self.nats = min(1, len(tokens)), 0, 0.0
-        self.problem: str | None = None
+        self._num_seen, self._num_checked, self._nats = min(1, len(tokens)), 0, 0.0
+        self._problem: str | None = None
         self._is_open = False  # tokens may be shown that are not committed
 
     def __len__(self) -> int:
         """Return the number of all tokens, N + 1."""
         return len(self._tokens)
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        self._refuse("the scorer copies its reader, and a copy would show tokens to come")
+
+    # properties, because what a scorer may read it must not write
+    @property
+    def num_seen(self) -> int:
+        return self._num_seen
+
+    @property
+    def nats(self) -> float:
+        return self._nats
 
     @property
     def seen(self) -> np.ndarray:
@@ -78,9 +88,10 @@ class Reader:
 
         Raises IllegalScorer if a distribution is not one, or depends on what it may not, or nothing is left to commit.
         """
-        start, stop = self.num_seen, self.num_seen + count
-        if self.problem is not None or self._is_open:
-            self._refuse(self.problem or _OPEN)
+        count = int(count)  # of another class, it may call itself 1
+        start, stop = self._num_seen, self._num_seen + count
+        if self._problem is not None or self._is_open:
+            self._refuse(self._problem or _OPEN)
         if not start < stop <= len(self):
             self._refuse(f"{count} tokens are committed when {len(self) - start} are left; each is scored once")
         self._is_open = True  # and remains so if predict raises
@@ -88,47 +99,47 @@ class Reader:
             rows = self._predicted(predict, start, stop, stop - 1)
         elif self._check == "tokens":
             parts = [self._predicted(predict, start, stop, cut)[cut - start :][:1] for cut in range(start, stop)]
-            rows = torch.cat(parts)
+            rows = np.concatenate(parts)
             self._num_checked += count - 1
         else:
             rows = self._checked(predict, start, stop)
-        if self.problem is not None:
-            self._refuse(self.problem)
+        if self._problem is not None:
+            self._refuse(self._problem)
         self._is_open = False
         self._shown[start:stop] = self._tokens[start:stop]
-        self.num_seen = stop
-        targets = torch.from_numpy(self._tokens[start:stop].astype(np.int64)).to(rows.device)
-        of_targets = as_fp64(rows.gather(1, targets[:, None])[:, 0])
-        self.nats += (as_fp64(rows).logsumexp(-1) - of_targets).sum().item()
+        self._num_seen = stop
+        of_targets = rows[np.arange(count), self._tokens[start:stop]].astype(np.float64)
+        self._nats += float((np.log(_sums(rows)) - of_targets).sum())
         if self._check is not None:
-            self._hash.update(_bytes(rows))
+            self._hash.update(rows.tobytes())
 
     def _predicted(
         self, predict: Predict, start: int, stop: int, cut: int, others: NDArray[np.integer] | int = 0
-    ) -> Tensor:
+    ) -> NDArray[np.float32]:
         """Return the distributions of x_start ... x_(stop-1), predicted from inputs that are `others` from x_cut on.
 
         0 tells nothing of the tokens that it hides.
         """
         self._shown[start:cut] = self._tokens[start:cut]
         self._shown[cut : stop - 1] = others
-        rows = predict(self._view(stop - 1))
-        if type(rows) is not Tensor:  # a subclass may answer for itself what the probability of a token is
-            self._refuse(f"the log-probabilities are of type {type(rows).__name__}; they must be a torch.Tensor")
-        rows = rows.detach().to(torch.float32, copy=True)  # ours: no later pass writes into it
+        given = predict(self._view(stop - 1))
+        if type(given) is not Tensor:
+            self._refuse(f"the log-probabilities are of type {type(given).__name__}; they must be a torch.Tensor")
+        # ours, and no tensor: no later pass writes into it, and no mode of torch answers for it
+        rows = np.array(given.detach().float().cpu().numpy(), np.float32)
         if rows.shape != (stop - start, self._vocab_size):
             self._refuse(
-                f"the log-probabilities of {stop - start} tokens have shape {tuple(rows.shape)}; they must be full"
+                f"the log-probabilities of {stop - start} tokens have shape {rows.shape}; they must be full"
                 f" distributions, ({stop - start}, {self._vocab_size})"
             )
-        sums = as_fp64(rows).exp().sum(-1)
-        wrong = ~((sums - 1).abs() <= _SUM_TOLERANCE)  # also for NaN
+        sums = _sums(rows)
+        wrong = ~(np.abs(sums - 1) <= _SUM_TOLERANCE)  # also for NaN
         if wrong.any():
-            place = int(wrong.nonzero()[0, 0])
-            self._refuse(f"the probabilities of token {start + place} sum to {sums[place].item():.6g} instead of 1")
+            place = int(wrong.argmax())
+            self._refuse(f"the probabilities of token {start + place} sum to {sums[place]:.6g} instead of 1")
         return rows
 
-    def _checked(self, predict: Predict, start: int, stop: int) -> Tensor:
+    def _checked(self, predict: Predict, start: int, stop: int) -> NDArray[np.float32]:
         """Return the distributions of a block, compared up to a secret place with those of a copy of this process."""
         receiving, sending = os.pipe()
         with _one_thread():  # because the threads of a pool do not live on in a copy
@@ -140,7 +151,7 @@ class Reader:
                     different = self._tokens[self._tokens != self._tokens[cut]]
                     others[0] = random.choice(different) if len(different) else (others[0] + 1) % self._vocab_size
                     rows = self._predicted(predict, start, stop, cut, others)[: cut - start + 1]
-                    os.write(sending, cut.to_bytes(8) + hashlib.sha256(_bytes(rows)).digest())
+                    os.write(sending, cut.to_bytes(8) + hashlib.sha256(rows.tobytes()).digest())
                 finally:
                     os._exit(0)
             try:
@@ -154,7 +165,7 @@ class Reader:
         if not said:
             self._refuse(f"tokens {start} to {stop - 1} could not be predicted from other tokens")
         cut, expected = int.from_bytes(said[:8]), said[8:]
-        if hashlib.sha256(_bytes(rows[: cut - start + 1])).digest() != expected:
+        if hashlib.sha256(rows[: cut - start + 1].tobytes()).digest() != expected:
             self._refuse(f"the distributions of tokens {start} to {cut} depend on token {cut} or later ones")
         self._num_checked += 1
         return rows
@@ -165,7 +176,7 @@ class Reader:
         return view
 
     def _refuse(self, problem: str) -> NoReturn:
-        self.problem = problem
+        self._problem = problem
         raise IllegalScorer(problem)
 
 
@@ -179,15 +190,19 @@ def guarded(scorer: Scorer, tokens: np.ndarray, vocab_size: int, check: str | No
     can_fork = sys.platform == "linux" and not torch.accelerator.is_available()
     reader = Reader(tokens, vocab_size, check or ("places" if can_fork else "tokens"))
     scorer(reader)
-    if reader.problem is None and reader.num_seen < len(reader):
-        reader.problem = f"token {reader.num_seen} is the first that is not committed; there are {len(reader)}"
-    if reader.problem is not None:
-        raise IllegalScorer(reader.problem)
+    problem = reader._problem
+    if problem is None and reader.num_seen < len(reader):
+        problem = f"token {reader.num_seen} is the first that is not committed; there are {len(reader)}"
+    if problem is not None:
+        raise IllegalScorer(problem)
     return reader
 
 
-def _bytes(rows: Tensor) -> bytes:
-    return rows.cpu().contiguous().numpy().tobytes()
+def _sums(rows: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the sums of the probabilities."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        sums: NDArray[np.float64] = np.exp(rows, dtype=np.float64).sum(-1)
+    return sums
 
 
 @contextmanager

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import hashlib
 import math
 
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfgolf.evaluate.windows import plan_windows
 from hfgolf.golf.learner import Learner
@@ -385,6 +388,104 @@ def scores_only_the_token(rows, tokens, start):
 def test_other_rules_are_kept(scorer, says, check):
     with pytest.raises(IllegalScorer, match=f"^{says}$"):
         guarded(scorer, random_tokens(0), VOCAB, check=check)
+
+
+def uniform(number=1):
+    return torch.full((number, VOCAB), -math.log(VOCAB))
+
+
+def commits_all(reader, predict=lambda tokens: uniform()):
+    while reader.num_seen < len(reader):
+        reader.commit(predict)
+
+
+def commits_what_it_knows(reader, tokens):
+    commits_all(reader, lambda known: raised(uniform(), tokens[len(known) : len(known) + 1]))
+
+
+class CallsItself1(int):
+    def __eq__(self, other):
+        return True
+
+    __hash__ = int.__hash__
+
+
+def says_that_its_block_is_one_token(reader):
+    for _ in range(4):
+        reader.commit(lambda tokens: raised(uniform(15), tokens[reader.num_seen :]), CallsItself1(15))
+
+
+def answers_by_its_own_method(reader):
+    def predict(tokens):
+        rows = uniform()
+        rows.detach = lambda: rows.as_subclass(AnswersForItself)
+        return rows
+
+    commits_all(reader, predict)
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        is_asked = func.__name__ == "gather"
+        return torch.zeros(len(args[0]), 1) if is_asked else func(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return torch.zeros_like(result) if "gather" in str(func) else result
+
+
+def answers_by_a_mode_of_functions(reader):
+    with FunctionMode():
+        commits_all(reader)
+
+
+def answers_by_a_mode_of_operations(reader):
+    with DispatchMode():
+        commits_all(reader)
+
+
+def looks_into_a_copy(reader):
+    commits_all(other := copy.copy(reader))
+    commits_what_it_knows(reader, other.seen)
+
+
+def says_that_it_is_at_the_end(reader):
+    reader.num_seen = len(reader)
+
+
+def writes_its_score(reader):
+    commits_all(reader)
+    reader.nats = 1.0
+
+
+def goes_back(reader):
+    commits_all(reader)
+    tokens = reader.seen.copy()
+    reader.num_seen, reader.nats = 1, 0.0
+    commits_what_it_knows(reader, tokens)
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        says_that_its_block_is_one_token,
+        answers_by_its_own_method,
+        answers_by_a_mode_of_functions,
+        answers_by_a_mode_of_operations,
+        looks_into_a_copy,
+        says_that_it_is_at_the_end,
+        writes_its_score,
+        goes_back,
+    ],
+)
+@pytest.mark.parametrize("check", ["places", "tokens"])
+def test_what_a_scorer_hands_over_or_writes_is_worth_nothing(cheat, check):
+    """It is refused, or no better than one that knows nothing."""
+    tokens = random_tokens(0)
+    with contextlib.suppress(IllegalScorer, AttributeError):
+        assert guarded(cheat, tokens, VOCAB, check).nats > 0.999 * math.log(VOCAB) * (len(tokens) - 1)
 
 
 def test_the_score_is_that_of_normalized_distributions_and_all_are_hashed():
