@@ -15,7 +15,7 @@ from hfgolf.commands.options import Answer, ScriptParser, check_output
 def main() -> Answer:
     parser = ScriptParser(__doc__)
     parser.add_argument("folder", type=Path, help="folder of an export, such as runs/small/golf")
-    parser.add_argument("--files", nargs="+", type=Path, required=True, help="UTF-8 text; several become one text")
+    parser.add_argument("--files", nargs="+", required=True, help="UTF-8 text, as in data.files; several become one")
     parser.add_argument("--output", type=Path, help="the archive (default: FOLDER/text.pyz)")
     arguments = parser.parse_args()
     output = check_output("--output", arguments.output or arguments.folder / "text.pyz", ["pyz"])

@@ -25,6 +25,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
+from hfgolf.config.sections import DataSection
+from hfgolf.data.files import match_files
 from hfgolf.data.tokenizer import build_encoder, document_start, entry_spellings
 from hfgolf.golf.exact import TOTAL_BITS, Exact, Window, cumulated, load_exact, spans
 from hfgolf.golf.ledger import ARTIFACT, UNPACK, config_of, read_tokenizer, run_alone
@@ -78,12 +80,13 @@ class Guard(TorchDispatchMode):
 
 
 def archive(
-    folder: Path, files: Sequence[Path], output: Path, progress: Callable[[str], None] = lambda line: None
+    folder: Path, files: Sequence[str], output: Path, progress: Callable[[str], None] = lambda line: None
 ) -> dict[str, Any]:
     """Write the text of `files`, one after the other, as an archive; return its figures.
 
-    folder: of an export. The archive is there only if a clean process has decoded it to exactly this text. Raises
-    UserError if folder, model, tokenizer or text do not allow it.
+    folder: of an export. files: paths, folders, globs or URLs, as in data.files; each is read as it is. The archive is
+    there only if a clean process has decoded it to exactly this text. Raises UserError if folder, model, tokenizer or
+    text do not allow it.
     """
     artifact, config, network, tokenizer = _read_export(folder)
     started_at = time.perf_counter()
@@ -92,7 +95,7 @@ def archive(
         progress(f"[{time.perf_counter() - started_at:5.0f} s] {line} ...")
 
     say("tokens")
-    texts = [_read_text(path) for path in files]
+    texts = [_read_text(path) for path in _find_files(files)]
     tokens, spellings = _tokenize(texts, tokenizer, config.vocab_size)
     text = b"".join(texts)
     start, num_tokens = document_start(tokenizer)[0], len(tokens)
@@ -244,8 +247,6 @@ def _read_text(path: Path) -> bytes:
     except (OSError, UnicodeDecodeError) as error:
         wanted = "read" if isinstance(error, OSError) else "read as UTF-8"
         raise UserError(f"--files: {path} cannot be {wanted} ({error.args[-1]}); name files of plain text.") from None
-    if not text:
-        raise UserError(f"--files: {path} is empty.")
     return text
 
 
@@ -259,6 +260,13 @@ def _tokenize(
     spellings = entry_spellings(tokenizer)
     spellings += [b""] * (vocab_size - len(spellings))
     encode, start = build_encoder(tokenizer, "pretrained"), document_start(tokenizer)
+def _find_files(names: Sequence[str]) -> list[Path]:
+    try:
+        return [file.path for file in match_files(DataSection(source="files", files=[*names]), "files", None)]
+    except UserError as error:
+        raise UserError(str(error).replace("data.files", "--files")) from None
+
+
     found = list[int]()
     for text in texts:
         ids = encode([text.decode()])[0].tolist()
