@@ -165,7 +165,7 @@ def rescore_folder(
     evaluation: {"evaluation", "stride", "adapt_rate"} to score by; what is not there, or None, is that of the ledger,
     whose score must come out again if all three are.
 
-    Raises UserError if there is no ledger, or files cannot be read.
+    Raises UserError if there is no ledger, if files cannot be read, or for a stride of flat rows.
     """
     told = _read_told(folder)
     files = {folder / entry["name"]: tuple(entry["counted_by"]) for entry in told["files"]}
@@ -191,6 +191,8 @@ def rescore_folder(
     used = settings | {name: value for name, value in (evaluation or {}).items() if value is not None}
     figures = rescore(folder, *used.values())
     if figures["sha256"] != told["weights_sha256"]:
+    if used["evaluation"] == "flat" and (evaluation or {}).get("stride"):
+        raise UserError("--stride needs --evaluation sliding or documents, but it is flat.")
         problems.append(f"{folder / ARTIFACT} decodes to other weights than the ledger states.")
     if used == settings:
         problems += [

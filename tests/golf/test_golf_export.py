@@ -418,6 +418,8 @@ def test_a_folder_that_agrees_with_itself_is_refused_beside_the_raw_text(
     if doctor is leave_out_text:
         forge_ledger(lambda told: told.update(after=rescore(folder)))(folder)
         alone = hfgolf("golf score", folder)
+    flat = hfgolf("golf score", exported, "--stride", 16)
+    assert flat.status == 2 and "error: --stride needs --evaluation sliding or documents, but it is flat." in flat.err
         assert alone.status == 0 and "the folder's own word" in alone.out
 
 
