@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import lzma
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -92,7 +93,7 @@ def pack(
         raise UserError(f"folder: {folder} exists and pack did not write it; name a new folder.")
     if not isinstance(model, nn.Module) or not grid_layers(model):
         raise UserError(f"model: {shortened(model)} is no nn.Module with linear layers or embeddings; pass one.")
-    if not isinstance(budget_bytes, int | float):
+    if not (isinstance(budget_bytes, int | float) and math.isfinite(budget_bytes)):
         raise UserError(f"budget_bytes: {shortened(budget_bytes)} is no number of bytes, such as 500_000.")
     with _run_on_batches(model):
         calibration, scored = list(batches), list(held_out)

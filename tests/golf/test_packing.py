@@ -234,8 +234,9 @@ def test_what_cannot_be_packed_is_refused_in_one_line(tmp_path):
             pack(no_model, batches(), budget, tmp_path / "packed")
     with pytest.raises(UserError, match=r"^model: mix of its state dict is no tensor with values"):
         pack(OwnGPT().to("meta"), batches(), budget, tmp_path / "packed")
-    with pytest.raises(UserError, match=r"^budget_bytes: '2MB' is no number of bytes"):
-        pack(model, batches(), "2MB", tmp_path / "packed")
+    for no_budget in ("2MB", float("nan"), float("inf")):
+        with pytest.raises(UserError, match=r"^budget_bytes: .* is no number of bytes, such as 500_000"):
+            pack(model, batches(), no_budget, tmp_path / "packed")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "notes.txt").touch()
     with pytest.raises(UserError, match=r"^folder: .*mine exists and pack did not write it"):
