@@ -29,7 +29,16 @@ from hfgolf.config.sections import DataSection
 from hfgolf.data.files import match_files
 from hfgolf.data.tokenizer import build_encoder, document_start, entry_spellings
 from hfgolf.golf.exact import TOTAL_BITS, Exact, Window, cumulated, load_exact, spans
-from hfgolf.golf.ledger import ARTIFACT, UNPACK, config_of, read_tokenizer, run_alone
+from hfgolf.golf.ledger import (
+    ARTIFACT,
+    UNPACK,
+    config_of,
+    read_tokenizer,
+    require_memory,
+    require_plain_files,
+    run_alone,
+)
+from hfgolf.golf.merges import unpack_lzma
 from hfgolf.golf.program import evaluate, load_model
 from hfgolf.golf.restore import STATE_BITS, TOKENS_PER_PART
 from hfgolf.golf.script import packed_restore, smallest_lzma
@@ -145,17 +154,25 @@ def archive(
 def unarchive(path: Path, output: Path) -> int:
     """Write the text of an archive, decoded in a clean process; return its bytes.
 
-    The archive may be somebody else's: it is run only if it is what hfgolf writes for its model. Raises UserError.
+    The archive may be somebody else's: it is run only if it is what hfgolf writes for its model, and decodes in the
+    memory that is free. Raises UserError.
     """
     try:
+        if not path.is_file():
+            raise ValueError("it is no file")
         data = path.read_bytes()
-        with zipfile.ZipFile(path) as file:
-            stub = file.read("__main__.py").decode()
+        stub = data[data.rindex(_STUB[:10].encode()) :].partition(b'")\n')[0].decode()
         *numbers, sha256 = re.findall(r"\b(?:[0-9a-f]{64}|\d+)\b", stub)  # what is wrong with them shows below
         _, end, _, *sizes, start, num_tokens, lanes = map(int, numbers)
         ends = itertools.accumulate([end, *sizes])
         sections = [data[a:b] for a, b in itertools.pairwise(ends)]
-        program = packed_restore(config_of(sections[0]))
+        config = config_of(sections[0])
+        if lanes != choose_lanes(num_tokens, config):
+            raise ValueError("it has another number of lanes")
+        spelled = unpack_lzma(sections[1])
+        longest = np.frombuffer(spelled, "<u2", config.vocab_size).max()
+        require_memory(lanes * _cache_bytes(config) + num_tokens * (24 + int(longest)), "its text")
+        program = packed_restore(config)
         if data != _assembled(program, sections, start, num_tokens, lanes, sha256):
             raise ValueError("its program is another one")
     except Exception as error:  # what is no archive raises anything
@@ -171,9 +188,13 @@ def unarchive(path: Path, output: Path) -> int:
 
 def choose_lanes(num_tokens: int, config: GolfConfig) -> int:
     """Return how many parts of a text are decoded side by side."""
+    return max(1, min(MAX_LANES, num_tokens // TOKENS_PER_LANE, _CACHE_BYTES // _cache_bytes(config)))
+
+
+def _cache_bytes(config: GolfConfig) -> int:
+    """Return the bytes of the keys and values of a lane."""
     numbers = 2 * len(layer_order(config)) * config.num_key_value_heads * config.head_dim
-    room = _CACHE_BYTES // (8 * numbers * config.max_position_embeddings)
-    return max(1, min(MAX_LANES, num_tokens // TOKENS_PER_LANE, room))
+    return 8 * numbers * config.max_position_embeddings
 
 
 def encode_tokens(network: GolfNetwork, ids: Tensor, num_tokens: int) -> bytes:
@@ -222,6 +243,7 @@ def _bits(network: GolfNetwork, streams: Sequence[np.ndarray]) -> float:
 def _read_export(folder: Path) -> tuple[bytes, GolfConfig, GolfNetwork, PreTrainedTokenizerFast]:
     if (folder / UNPACK).is_file():
         raise UserError(f"{folder}: its model is of another architecture; only Golf models can be archived.")
+    require_plain_files(folder)
     try:
         artifact = (folder / ARTIFACT).read_bytes()
         config = config_of(artifact)
@@ -238,6 +260,13 @@ def _read_export(folder: Path) -> tuple[bytes, GolfConfig, GolfNetwork, PreTrain
                 f" Allowed: {', '.join(allowed)}."
             )
     return artifact, config, network, tokenizer
+
+
+def _find_files(names: Sequence[str]) -> list[Path]:
+    try:
+        return [file.path for file in match_files(DataSection(source="files", files=[*names]), "files", None)]
+    except UserError as error:
+        raise UserError(str(error).replace("data.files", "--files")) from None
 
 
 def _read_text(path: Path) -> bytes:
@@ -260,13 +289,6 @@ def _tokenize(
     spellings = entry_spellings(tokenizer)
     spellings += [b""] * (vocab_size - len(spellings))
     encode, start = build_encoder(tokenizer, "pretrained"), document_start(tokenizer)
-def _find_files(names: Sequence[str]) -> list[Path]:
-    try:
-        return [file.path for file in match_files(DataSection(source="files", files=[*names]), "files", None)]
-    except UserError as error:
-        raise UserError(str(error).replace("data.files", "--files")) from None
-
-
     found = list[int]()
     for text in texts:
         ids = encode([text.decode()])[0].tolist()

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.checkpoint.identity import Change, rule
@@ -32,8 +33,10 @@ from hfgolf.golf.decoder import read_config
 from hfgolf.golf.merges import pack_tokenizer, unpack_tokenizer
 from hfgolf.golf.script import defaults, packed_script, packed_unpack, smallest_lzma
 from hfgolf.model.configuration_golf import GolfConfig
+from hfgolf.model.layers_golf import GolfNetwork
 from hfgolf.run.record import read_json
 from hfgolf.system.errors import UserError
+from hfgolf.system.hardware import free_memory_bytes
 from hfgolf.system.redact import redact_values
 from hfgolf.system.wording import count_of, one_line
 
@@ -49,6 +52,7 @@ _COUNTED_BY: dict[str, tuple[str, ...]] = {
 }
 _RELATIVE_TOLERANCE = 1e-6  # of nats: another machine, or another number of threads, adds in another order
 _ADAPTED_TOLERANCE = 1e-4  # each step of test-time training magnifies that
+_BYTES_PER_WEIGHT = 12  # its integer, its value, and the model's
 OWN_NAMES = {*_COUNTED_BY, LEDGER, CERTIFICATE, TABLE, MODEL}
 """What an export writes: no other file that counts may have one of these names."""
 EVALUATION = {"evaluation": "flat", "stride": None, "adapt_rate": 0.0}
@@ -167,12 +171,10 @@ def rescore_folder(
 
     Raises UserError if there is no ledger, if files cannot be read, or for a stride of flat rows.
     """
+    require_plain_files(folder)
     told = _read_told(folder)
     files = {folder / entry["name"]: tuple(entry["counted_by"]) for entry in told["files"]}
     try:
-        for path in files:
-            if path.is_symlink():
-                return {}, [f"{path} is a link, which no export writes."]
         ledger = read_ledger(files, told["count"], told["budget_bytes"])
     except (OSError, ValueError) as error:  # ValueError: no file can have such a name
         return {}, [f"{folder}: a file of {LEDGER} cannot be read ({one_line(error)})."]
@@ -189,10 +191,10 @@ def rescore_folder(
         return {}, problems
     settings = {name: told["settings"].get(name, default) for name, default in EVALUATION.items()}
     used = settings | {name: value for name, value in (evaluation or {}).items() if value is not None}
-    figures = rescore(folder, *used.values())
-    if figures["sha256"] != told["weights_sha256"]:
     if used["evaluation"] == "flat" and (evaluation or {}).get("stride"):
         raise UserError("--stride needs --evaluation sliding or documents, but it is flat.")
+    figures = rescore(folder, *used.values())
+    if figures["sha256"] != told["weights_sha256"]:
         problems.append(f"{folder / ARTIFACT} decodes to other weights than the ledger states.")
     if used == settings:
         problems += [
@@ -209,6 +211,16 @@ def rescore_folder(
         "text_sha256": read_json(folder / CERTIFICATE)["sha256"],
     }
     return figures, problems
+
+
+def require_plain_files(folder: Path) -> None:
+    """Raise UserError for a link, or for what a read may wait on without end, such as a pipe."""
+    for path in folder.glob("*"):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):
+            raise UserError(
+                f"{path} is a link, a pipe, a socket or a device, which no export writes; name a folder that `hfgolf"
+                " golf export` wrote."
+            )
 
 
 def _is_close(found: float, told: Any, is_adapted: bool) -> bool:
@@ -245,11 +257,27 @@ def _read_told(folder: Path) -> dict[str, Any]:
 
 
 def config_of(artifact: bytes) -> GolfConfig:
-    """Return the config in an artifact. Raises ValueError, TypeError or RecursionError for one that is damaged."""
+    """Return the config in an artifact. Raises ValueError, TypeError or RecursionError for one that is damaged.
+
+    And ValueError for a model that this machine has no memory for: zeros take no bytes of an artifact.
+    """
     fields = read_config(artifact)
     if not (isinstance(fields, dict) and fields.keys() <= defaults().keys()):
         raise ValueError("it is damaged: its config has unknown fields")
-    return GolfConfig(**fields)
+    config = GolfConfig(**fields)
+    try:
+        with torch.device("meta"):
+            num_weights = sum(weight.numel() for weight in GolfNetwork(config).parameters())
+    except (RuntimeError, TypeError):  # no tensor can be as large
+        num_weights = 2**63
+    require_memory(_BYTES_PER_WEIGHT * num_weights, "its weights")
+    return config
+
+
+def require_memory(num_bytes: int, what: str) -> None:
+    """Raise ValueError if something takes more memory than is free."""
+    if num_bytes > (free := free_memory_bytes(torch.device("cpu"))):
+        raise ValueError(f"{what} would take {num_bytes / 1e9:,.1f} GB of memory, and {free / 1e9:,.1f} GB are free")
 
 
 def _program_problem(folder: Path) -> str | None:

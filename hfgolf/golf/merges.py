@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 
 from hfgolf.golf.script import smallest_lzma
 
-_MAX_BYTES = 2**28  # a larger tokenizer is a bomb
+_MAX_BYTES = 2**28  # a larger vocabulary is a bomb
 
 
 def pack_tokenizer(tokenizer: Tokenizer) -> bytes:
@@ -40,7 +40,16 @@ def pack_tokenizer(tokenizer: Tokenizer) -> bytes:
 
 def unpack_tokenizer(packed: bytes) -> Tokenizer:
     """Return the tokenizer of `pack_tokenizer`, or of older exports. Raises whatever a damaged file leads to."""
-    return _joined(lzma.LZMADecompressor().decompress(packed, _MAX_BYTES))
+    return _joined(unpack_lzma(packed))
+
+
+def unpack_lzma(packed: bytes) -> bytes:
+    """Return what was packed, in no more memory than any vocabulary takes. Raises ValueError or LZMAError."""
+    decompressor = lzma.LZMADecompressor(memlimit=_MAX_BYTES)
+    content = decompressor.decompress(packed, _MAX_BYTES)
+    if not decompressor.eof or decompressor.unused_data:
+        raise ValueError("a vocabulary is cut off, goes on after its end, or is too large")
+    return content
 
 
 def _joined(content: bytes) -> Tokenizer:

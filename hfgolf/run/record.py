@@ -213,7 +213,7 @@ def _aggregate(function: Callable[[list[float]], float], rows: list[dict[str, An
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
+        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""  # no read of a pipe ends
     except OSError:
         return ""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import lzma
+import os
 import re
 import shutil
 import zlib
@@ -255,11 +256,24 @@ def spoil(name, change):
     return lambda folder: (folder / name).write_bytes(change((folder / name).read_bytes()))
 
 
-def forge_link(folder):
-    content = (folder / "bytes.bin").read_bytes()
-    (folder / "bytes.bin").unlink()
-    (folder / "elsewhere").write_bytes(content)
-    (folder / "bytes.bin").symlink_to(folder / "elsewhere")
+def replace_by_a_link(name):
+    """Return a function that moves a file to a folder beside it, and links to it."""
+
+    def replace(folder):
+        (folder / name).rename(folder / "model" / name)
+        (folder / name).symlink_to(folder / "model" / name)
+
+    return replace
+
+
+def replace_by_a_pipe(name):
+    """Return a function that makes a file one whose read never ends."""
+
+    def replace(folder):
+        (folder / name).unlink()
+        os.mkfifo(folder / name)
+
+    return replace
 
 
 def entry_of(ledger, name):
@@ -269,6 +283,9 @@ def entry_of(ledger, name):
 raise_budget = forge_ledger(lambda told: told.update(budget_bytes=10**9))
 BROKEN = "ledger.json is missing or broken; name a folder that `hfgolf golf export` wrote."
 
+NO_PLAIN_FILE = (
+    "is a link, a pipe, a socket or a device, which no export writes; name a folder that `hfgolf golf export` wrote."
+)
 NO_FILE = "a file of ledger.json cannot be read ("
 
 
@@ -281,7 +298,11 @@ NO_FILE = "a file of ledger.json cannot be read ("
         (forge_program, "score.py is not the program that this version of hfgolf writes for artifact.bin, so it was"),
         (forge_text, "certificate.json is of another text"),
         (forge_bytes, "bytes.bin: a token stands for more bytes than tokenizer.json.xz spells."),
-        (forge_link, "bytes.bin is a link, which no export writes."),
+        (replace_by_a_link("bytes.bin"), f"bytes.bin {NO_PLAIN_FILE}"),
+        (replace_by_a_link("ledger.json"), f"ledger.json {NO_PLAIN_FILE}"),
+        (replace_by_a_pipe("ledger.json"), f"ledger.json {NO_PLAIN_FILE}"),
+        (replace_by_a_pipe("tokens.bin"), f"tokens.bin {NO_PLAIN_FILE}"),
+        (replace_by_a_pipe("certificate.json"), f"certificate.json {NO_PLAIN_FILE}"),
         (lambda folder: (folder / "certificate.json").unlink(), "certificate.json is of another text"),
         (
             lambda folder: forge(folder, "tokenizer.json.xz", b"xz"),
@@ -290,6 +311,8 @@ NO_FILE = "a file of ledger.json cannot be read ("
         (forge_artifact(0, b'{"hidden_sise": 9}'), "artifact.bin: it is damaged: its config has unknown fields."),
         (lambda folder: (forge_artifact(0, b"[" * 5_000)(folder), raise_budget(folder)), "artifact.bin: "),
         (forge_artifact(0, b'{"num_hidden_layers": 1000000000}'), "artifact.bin: num_hidden_layers: 1000000000 is not"),
+        (forge_artifact(0, b'{"hidden_size":1048576,"num_attention_heads":1024}'), "artifact.bin: its weights would"),
+        (forge_artifact(0, b'{"vocab_size":9223372036854775808}'), "artifact.bin: its weights would take "),
         (forge_artifact(1, zlib.compress(np.array([1, 1, 0, 0, -2], "<i2").tobytes())), "score.py gave no score: "),
         (forge_artifact(2, b"odd"), "score.py gave no score: "),
         (forge_ledger(lambda told: entry_of(told, "bytes.bin").update(name="../../etc/passwd")), BROKEN),
@@ -395,6 +418,8 @@ def test_golf_score_compares_with_the_raw_text(exported, hfgolf, raw_text):
     totals = json.loads((exported / "ledger.json").read_text())["totals"]
     challenge, everything = f"{totals['challenge']:,}", f"{totals['everything']:,}"
     assert f"bytes          {challenge} of {BUDGET:,} ({everything} counting everything)\n" in alone.out
+    flat = hfgolf("golf score", exported, "--stride", 16)
+    assert flat.status == 2 and "error: --stride needs --evaluation sliding or documents, but it is flat." in flat.err
     missing = hfgolf("golf score", exported, "--files", raw_text.with_name("other.txt"))
     assert (missing.status, missing.out) == (2, "") and missing.err.startswith("error: --files: ")
 
@@ -418,8 +443,6 @@ def test_a_folder_that_agrees_with_itself_is_refused_beside_the_raw_text(
     if doctor is leave_out_text:
         forge_ledger(lambda told: told.update(after=rescore(folder)))(folder)
         alone = hfgolf("golf score", folder)
-    flat = hfgolf("golf score", exported, "--stride", 16)
-    assert flat.status == 2 and "error: --stride needs --evaluation sliding or documents, but it is flat." in flat.err
         assert alone.status == 0 and "the folder's own word" in alone.out
 
 
