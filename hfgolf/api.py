@@ -58,7 +58,7 @@ from hfgolf.train.finish import show_summary
 from hfgolf.train.hooks import Hook
 from hfgolf.train.init_from import FROZEN, weights_sha256
 from hfgolf.train.process import processes
-from hfgolf.train.successor import second_teacher, taught, teachers_in_time
+from hfgolf.train.successor import follows, taught
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -89,21 +89,15 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
     """Train a run, or show and return the summary of one that is complete. Arguments and errors are those of `train`.
 
     A run that nobody named leaves another one's folder alone (claim.with_own_folder). A complete run whose model or
-    summary is damaged is rebuilt from its checkpoints. If the minutes last longer than the text (successor.py), one or
-    two runs follow, unless there are hooks or several processes, and the summary of the last is returned.
+    summary is damaged is rebuilt from its checkpoints. If the minutes last longer than the text (successor.py), another
+    run follows, unless there are hooks or several processes, and its summary is returned.
     """
     resolved, summary, changes = _train_or_show(resolved, hooks, signals)
     folder, state = run_folder(resolved.config), processes()
     is_alone = not (hooks or changes or state.num_processes > 1)
-    if is_alone and (count := teachers_in_time(resolved)):
-        who = f"{folder.path} teaches another model"
-        who = who if count == 1 else f"{folder.path} and a second model teach another one"
-        logger.info("\n%s", labeled("then", f"{who}, in the minutes that are left"))
-        teachers = [folder]
-        if count > 1:
-            second, *_ = _train_or_show(second_teacher(resolved), signals=signals)
-            teachers.append(run_folder(second.config))
-        _, last, _ = _train_or_show(taught(resolved, teachers), signals=signals)
+    if is_alone and follows(resolved):
+        logger.info("\n%s", labeled("then", f"{folder.path} teaches another model, in the minutes that are left"))
+        _, last, _ = _train_or_show(taught(resolved), signals=signals)
         lower = summary["val_loss"] - last["val_loss"]
         than = f"{'lower' if lower > 0 else 'higher'} than {folder.path}, nats per token"
         logger.info("%s", labeled("taught", f"{abs(lower):.4f} {than}", 16))

@@ -36,33 +36,27 @@ CELLS = """
     3e12   shakespeare python              96/1024 128/1024 128/2048
     3e12   shakespeare python              128/1024x1024 128/2048x1024
     1e13   python shakespeare docstrings   128/1024 128/2048 192/2048 256/4096 192/4096 128/4096 256/2048 192/1024
-    5e12   topics docstrings200            128/512-0.1 96/1024-0.1 192/1024-0.1
-    5e12   shakespeare200                  128/512-0.1 96/512-0.1 128/256-0.1 192/512-0.2 128/1024-0
-    1e13   topics docstrings200            128/512-0.2 192/512-0.2 192/1024-0
-    1e13   shakespeare200                  128/512-0.3 192/256-0.2
+    2.5e12 shakespeare200 topics docstrings200 128/512
+    5e12   shakespeare200                  128/1024 128/512 192/512
+    6e12   topics docstrings200            192/512
+    1e13   topics docstrings200            128/512 192/512 192/1024
+    1e13   shakespeare200 topics docstrings200 256/512
     1e13   python1m                        128/1024 192/2048 256/4096
-    3e13   python docstrings               192/2048 256/4096x4096 256/2048
-    3e13   shakespeare python1m            192/2048-0.1 128/1024-0.1 256/4096-0.1
-    3e13   python                          128/1024 192/1024x4096
-    3e13   shakespeare                     192/2048
-    1e13   topics docstrings200            128/512
-    5e12   shakespeare200                  128/512 192/512
     1e13   python shakespeare              128/1024s128 128/1024s512 128/1024l2 128/1024l4 128/1024l6
     1e13   python docstrings               192/2048l2 192/2048l3
+    2e13   python1m shakespeare            192/1024x4096
+    3e13   python docstrings               192/2048 256/4096x4096 256/2048
+    3e13   python1m                        192/1024x4096 256/1024x4096
+    3e13   python                          128/1024 192/1024x4096
+    3e13   shakespeare                     192/2048 256/1024x4096
     3e13   docstrings                      256/2048l3
-    7.7e13 shakespeare                     256/1024x4096-0.1 256/1024x4096-0.2
-    1.7e13 topics docstrings200 shakespeare200 256/512-0.2
-    3e13   topics docstrings200 shakespeare200 256/512-0.2 256/512-0.3
-    5e13   docstrings python1m             256/2048 256/2048-0.1
-    1e14   docstrings                      256/2048-0.1
-    5e12   topics docstrings200            128/256-0.1
-    1e13   topics docstrings200            192/256-0.2
+    5e13   docstrings python1m             256/2048
     1e14   python                          128/2048x4096 256/4096x4096 192/2048x4096
 """
-"""Each line: FLOPs, texts, and runs: WIDTH/VOCABULARY, xTOKENS of a step (2,048), -DROPOUT (0), sLENGTH of a sequence
-(256), lLAYERS (law.py's).
+"""Each line: FLOPs, texts, and runs: WIDTH/VOCABULARY, xTOKENS of a step (2,048), sLENGTH of a sequence (256), lLAYERS
+(law.py's).
 """
-RUN = r"(\d+)/(\d+)(?:x(\d+))?(?:-([\d.]+))?(?:s(\d+))?(?:l(\d+))?"
+RUN = r"(\d+)/(\d+)(?:x(\d+))?(?:s(\d+))?(?:l(\d+))?"
 
 
 @dataclass(frozen=True)
@@ -74,7 +68,6 @@ class Cell:
     vocabulary: int
     width: int
     tokens_per_step: int
-    dropout: float
     sequence_length: int
     layers: int
 
@@ -85,7 +78,7 @@ class Cell:
 
     @property
     def name(self) -> str:
-        rest = f"x{self.tokens_per_step}-d{self.dropout:g}-s{self.sequence_length}-l{self.layers}"
+        rest = f"x{self.tokens_per_step}-s{self.sequence_length}-l{self.layers}"
         return f"{self.text}-v{self.vocabulary}-w{self.width}-C{self.flops:.1e}-{rest}".replace("+", "")
 
 
@@ -106,18 +99,17 @@ def cells() -> Iterator[Cell]:
         flops, *words = line.split()
         texts = [word for word in words if word[0].isalpha()]
         for run in words[len(texts) :]:
-            width, vocabulary, step, dropout, length, layers = (float(n or 0) for n in re.findall(RUN, run)[0])
-            shape = int(length) or 256, int(layers) or layers_of(int(width))
+            width, vocabulary, step, length, layers = (int(n or 0) for n in re.findall(RUN, run)[0])
+            shape = length or 256, layers or layers_of(width)
             for text in texts:
-                yield Cell(float(flops), text, int(vocabulary), int(width), int(step) or 2048, dropout, *shape)
+                yield Cell(float(flops), text, vocabulary, width, step or 2048, *shape)
 
 
 def train(cell: Cell, folder: Path) -> dict[str, object]:
     """Train one run and return its row: losses at its end, at its best step, and in between."""
     muon, adamw = rates_of(cell.width)
-    is_byte = cell.vocabulary == 256
     text = (folder / f"{cell.text}.train.txt").read_text()
-    ratio = 1.0 if is_byte else tokens_per_byte([text], (cell.vocabulary,))[cell.vocabulary]
+    ratio = tokens_per_byte([text], (cell.vocabulary,))[cell.vocabulary]
     epochs = cell.steps * cell.tokens_per_step / (ratio * len(text.encode()))
     values = {
         "run.name": cell.name,
@@ -126,12 +118,11 @@ def train(cell: Cell, folder: Path) -> dict[str, object]:
         "data.source": "files",
         "data.files": [str(folder / f"{cell.text}.train.txt")],
         "data.val_files": [str(folder / f"{cell.text}.val.txt")],
-        "tokenizer.kind": "byte" if is_byte else "bpe",
-        "tokenizer.vocab_size": "auto" if is_byte else cell.vocabulary,
+        "tokenizer.kind": "bpe",
+        "tokenizer.vocab_size": cell.vocabulary,
         "model.hidden_size": cell.width,
         "model.num_hidden_layers": cell.layers,
         "model.num_attention_heads": heads_of(cell.width),
-        "model.dropout": cell.dropout,
         "batch.sequence_length": cell.sequence_length,
         "batch.tokens_per_step": cell.tokens_per_step,
         "optim.learning_rate": round(muon, 5),

@@ -5,11 +5,11 @@
 
 The first command writes each text, lets `hfgolf train TEXT --minutes N` choose, and makes a grid of twelve around it:
 two thirds and one and a half of its width, the next vocabularies, alone and together, with the rates that go with them;
-both rates times 0.7 and 1.4; other dropout; six tenths of the steps. And configs/small.yaml, and if the choice ends
-before the minutes do, a longer training, and if there is time another model that one or two of the choice teach, as
-`hfgolf train` does. Each gets as many steps as the minutes have on a machine whose steps take 28.6 ms and their FLOPs
-at 320 GFLOP/s, as about on two cores of an AMD EPYC with AVX512-BF16: steps that are timed here and now would depend on
-what else the machine does.
+both rates times 0.7 and 1.4; dropout; six tenths of the steps. And configs/small.yaml, and if the choice ends before
+the minutes do, a longer training, and if there is time another model that the choice teaches, as `hfgolf train` does.
+Each gets as many steps as the minutes have on a machine whose steps take 28.6 ms and their FLOPs at 320 GFLOP/s, as
+about on two cores of an AMD EPYC with AVX512-BF16: steps that are timed here and now would depend on what else the
+machine does.
 
 The second command trains them, one thread each, adds a row for each to proof.jsonl beside this file, and prints how far
 they are from the choice, in nats per byte and per token of the choice. Rows whose names say what they are, as in
@@ -47,10 +47,10 @@ from hfgolf import api
 from hfgolf.config.parse import AUTOPILOT, DISTILL_FROM, load_config
 from hfgolf.config.sections import RunConfig
 from hfgolf.train import autopilot
-from hfgolf.train.autopilot import EVALUATIONS, SHARE_OF_STEPS, VOCABULARIES, choose, decay_of
+from hfgolf.train.autopilot import EVALUATIONS, SHARE_OF_STEPS, VOCABULARIES, choose
 from hfgolf.train.decisions import decide
-from hfgolf.train.law import Shape, heads_of, layers_of, rates_of
-from hfgolf.train.successor import count_teachers
+from hfgolf.train.law import Shape, decay_of, heads_of, layers_of, rates_of
+from hfgolf.train.successor import has_time_to_teach, steps_of_taught
 
 sys.path.append(str(Path(__file__).parents[1]))
 from jobs import do_unclaimed, rows_of, series_of
@@ -206,11 +206,11 @@ def neighbors(chosen: dict[str, Any]) -> dict[str, dict[str, Any]]:
     rates = ("optim.learning_rate", "optim.adamw_learning_rate")
     for name, factor in (("rates-", 0.7), ("rates+", 1.4)):
         grid[name] = stay | {key: factor * chosen[key] for key in rates}
-    grid["dropout"] = stay | {"model.dropout": 0.0 if chosen["model.dropout"] else 0.1}
+    grid["dropout"] = stay | {"model.dropout": 0.1}
     grid[SHORTER] = stay
     if chosen["train.max_tokens"] is not None:
         grid |= {LONGER: stay, TAUGHT: stay}
-    grid[SMALL] = _width(256) | _vocabulary(4096) | {"model.dropout": 0.0, "train.max_tokens": None}
+    grid[SMALL] = _width(256) | _vocabulary(4096) | {"train.max_tokens": None}
     grid[SMALL] |= {"batch.tokens_per_step": 2048, "optim.ema_decay": None, "optim.ema_export": False}
     return grid
 
@@ -247,7 +247,7 @@ def jobs_of(text: Path, minutes: float) -> list[dict[str, Any]]:
         steps = whole = round(SHARE_OF_STEPS * 60 * minutes / seconds)
         if (most := values["train.max_tokens"]) is not None:
             steps = min(steps, round(most / config.batch.tokens_per_step))
-        if name == TAUGHT and not count_teachers(steps * seconds, SHARE_OF_STEPS * minutes):
+        if name == TAUGHT and not has_time_to_teach(steps * seconds, SHARE_OF_STEPS * minutes):
             continue
         steps = {SHORTER: round(0.6 * steps), LONGER: min(whole, round(steps / 0.6))}.get(name, steps)
         limits: dict[str, Any] = {"train.max_tokens": None, "train.max_steps": steps}
@@ -283,11 +283,9 @@ def train(job: dict[str, Any], seed: int) -> dict[str, Any]:
         }
         summary = api.train(load_config([job["text"]], values=stated))
         if job["name"] == TAUGHT:
-            count = count_teachers(steps * job["seconds"], SHARE_OF_STEPS * job["minutes"])
-            teachers = [str(Path(folder, name)) for name in ("run", "second")[:count]]
-            if count > 1:
-                api.train(load_config([job["text"]], values=stated | {"run.seed": seed + 1, "run.name": "second"}))
-            values = {DISTILL_FROM: teachers, "run.output_dir": folder, "run.name": TAUGHT}
+            steps = steps_of_taught(steps, steps * job["seconds"], SHARE_OF_STEPS * job["minutes"])
+            values = {DISTILL_FROM: [str(Path(folder, "run"))], "run.output_dir": folder, "run.name": TAUGHT}
+            values |= {"train.max_steps": steps, "optim.ema_decay": stated["optim.ema_decay"] and decay_of(steps)}
             summary = api.train(load_config([], values=values))
     reached = {"seed": seed, "bits_per_byte": summary["val_bits_per_byte"], "val_loss": summary["val_loss"]}
     text, sha256 = Path(job["text"]).stem.split("-")

@@ -58,7 +58,6 @@ AUTOPILOT = (
     "model.hidden_size",
     "model.num_hidden_layers",
     "model.num_attention_heads",
-    "model.dropout",
     "batch.tokens_per_step",
     "batch.segment_length",
     "optim.learning_rate",

@@ -6,7 +6,6 @@ person states is kept. Does not know checkpoints: a run that resumes keeps what 
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import lzma
 import math
@@ -24,7 +23,7 @@ import torch
 from hfgolf.config.parse import AUTOPILOT, ResolvedConfig
 from hfgolf.config.sections import RunConfig
 from hfgolf.data.corpus import load_corpus
-from hfgolf.data.tokenizer import FEW_BYTES, embedding_rows, find_tokenizer, tokens_per_byte
+from hfgolf.data.tokenizer import embedding_rows, find_tokenizer, tokens_per_byte
 from hfgolf.measure.memory import choose_micro_batch_size
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.layout import layout
@@ -34,24 +33,23 @@ from hfgolf.system.ranks import decide, gather
 from hfgolf.system.wording import count_of, duration, labeled, rounded
 from hfgolf.train.build import build_model
 from hfgolf.train.decisions import free_bytes
-from hfgolf.train.law import Shape, Text, bits_per_byte, heads_of, layers_of, rates_of, tokens_per_step_of
-from hfgolf.train.successor import count_teachers
+from hfgolf.train.law import Shape, Text, bits_per_byte, decay_of, heads_of, layers_of, rates_of, tokens_per_step_of
+from hfgolf.train.successor import has_time_to_teach
 
 WIDTHS = (128, 160, 192, 256, 320, 384, 512, 640, 768, 1024, 1280, 1536)
 VOCABULARIES = (512, 1024, 2048, 4096, 8192, 16384)
-DROPOUTS = (0.0, 0.1, 0.2)
 LENGTHS = tuple(round(2_000 * 1.25**power) for power in range(90))  # of a training, in tokens
 SHARE_OF_STEPS = 0.93  # of the minutes; evaluations and saves take the rest
 EVALUATIONS, EVALUATION_SECONDS = 10, 8.0  # at most so many, so far apart: one with its sample takes half a second
 FEW_WEIGHTS, TOKENS_PER_WEIGHT = 5_000_000, 10  # the law knows no larger models: with more, as many tokens for each
 MIN_STEPS = 100  # the law knows no shorter training: if the minutes allow no more, it is the smallest shape
+TAUGHT = 0.98  # of the bits per byte of its teacher, a model ends at: docs/experiments.md
 MAX_KNOWN = 0.5  # more or fewer bits per byte than the choice: beyond, the law has left what it was fitted to
 READ_BYTES = 20_000_000
 SAMPLE_BYTES = 2_000_000
 MAX_TIMED, TIMED_SECONDS, MAX_TIMES = 4, 1.0, 50  # shapes, and of each
 ASSUMED_MFU = 0.3  # of the first shape that is timed
-OFTEN = 3  # epochs, from which averaged weights know more, and segments do harm: benchmarks/learning/averages.py
-MEAN_AGE = 0.12  # of the weights in that average, as a share of the steps
+OFTEN = 3  # epochs, from which averaged weights know more, segments do harm, and a model can teach: docs/experiments.md
 
 
 @dataclass(frozen=True)
@@ -67,6 +65,13 @@ class Choice:
     is_whole: bool
     """Whether the training takes all of the minutes."""
     bits_per_byte: float
+    teaches: bool
+    """Whether its model is to teach another one, in the minutes that it leaves."""
+
+    @property
+    def rank(self) -> tuple[float, float]:
+        """The lower, the better: what it or the model that it teaches ends at; of what is too slow, its size."""
+        return self.bits_per_byte * (TAUGHT if self.teaches else 1), self.shape.flops_per_token(0)
 
 
 @dataclass(frozen=True)
@@ -165,13 +170,14 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Ch
     seconds = speed.seconds(best.shape, best.tokens_per_step)
     values = _values(config, best, open_keys)
     is_averaged = values.get("optim__ema_export", False)
-    lines = _described(best, others, text, minutes if num_processes == 1 else 0, is_averaged)
+    unknown = "dropout" if config.model.dropout else f"text so {text.strange}" if text.strange else ""
+    lines = _described(best, others, unknown, is_averaged)
     return Chosen(values, lines, best.tokens_per_step / seconds)
 
 
 def _best(choices: Iterable[Choice]) -> Choice:
-    """Return the choice with the lowest loss; of those that can't be trained in the minutes, the smallest."""
-    return min(choices, key=lambda choice: (choice.bits_per_byte, choice.shape.flops_per_token(0)))
+    """Return the choice that ends lowest; of those that can't be trained in the minutes, the smallest."""
+    return min(choices, key=lambda choice: choice.rank)
 
 
 def _others(best: Choice, choices: list[Choice]) -> dict[str, Choice]:
@@ -192,15 +198,17 @@ def measure_text(config: RunConfig, open_keys: set[str]) -> Text:
     sample = blocks[:: max(1, math.ceil(sum(map(len, blocks)) / SAMPLE_BYTES))]
     with ThreadPoolExecutor(1) as pool:  # LZMA takes as long as the vocabularies
         found_density = pool.submit(density, "".join(sample))
-        is_bytes = num_bytes < FEW_BYTES or config.tokenizer.kind == "byte"
-        ratios = _tokens_per_byte(config, blocks, sample, "tokenizer.vocab_size" in open_keys, is_bytes)
+        ratios = _tokens_per_byte(config, blocks, sample, "tokenizer.vocab_size" in open_keys)
     return Text(num_bytes, found_density.result(), ratios).without_idle_entries()
 
 
-def _tokens_per_byte(
-    config: RunConfig, blocks: list[str], sample: list[str], is_any: bool, may_be_bytes: bool
-) -> dict[int, float]:
-    """Return {entries: tokens per byte} of the vocabularies that the config allows. is_any: BPE of any size."""
+def _tokens_per_byte(config: RunConfig, blocks: list[str], sample: list[str], is_any: bool) -> dict[int, float]:
+    """Return {entries: tokens per byte} of the vocabularies that the config allows. is_any: BPE of any size, or bytes.
+
+    Bytes are for texts that support no BPE. Of 200 kB, bytes end about as low (5 layers of width 256: 1.755, 2.043 and
+    2.121 bits per byte of German, Shakespeare and docstrings, and 512 entries at 1.753, 2.032 and 2.190), learn less
+    from a teacher (docs/experiments.md), and see half as much text.
+    """
     tokenizer, joined = config.tokenizer, "".join(sample)
     sample_bytes = len(joined.encode())
     if tokenizer.kind == "char":
@@ -210,8 +218,8 @@ def _tokens_per_byte(
         return {embedding_rows(found): sum(map(len, ids)) / sample_bytes}
     size = tokenizer.max_vocab_size
     ratios = {} if tokenizer.kind == "byte" else tokens_per_byte(sample, VOCABULARIES if is_any else (size,))
-    if is_any and (may_be_bytes or not ratios):
-        ratios |= {256: 1.0}
+    if not ratios and (is_any or tokenizer.kind == "byte"):
+        return {256: 1.0}
     return ratios or {size: 0.5}  # which the text does not support, as the tokenizer will say
 
 
@@ -222,7 +230,7 @@ def density(text: str) -> float:
 
 
 def _possible_sizes(config: RunConfig, open_keys: set[str], text: Text, num_processes: int) -> list[Shape]:
-    """Return the shapes that go with what is stated, smaller widths first, with the dropout of the config.
+    """Return the shapes that go with what is stated, smaller widths first.
 
     Raises UserError if there are none.
     """
@@ -231,9 +239,10 @@ def _possible_sizes(config: RunConfig, open_keys: set[str], text: Text, num_proc
     possible, step = list[Shape](), _step_of(config, open_keys, num_processes)
     for width, vocabulary in itertools.product(widths, text.tokens_per_byte):
         is_deep = "model.num_hidden_layers" in open_keys
-        shape = Shape(width, layers_of(width) if is_deep else model.num_hidden_layers, vocabulary, model.dropout)
+        shape = Shape(width, layers_of(width) if is_deep else model.num_hidden_layers, vocabulary)
+        whole = Choice(shape, step, step, 0.0, math.inf, True, math.inf, False)
         try:
-            config.replace(**_values(config, Choice(shape, step, step, 0.0, math.inf, True, math.inf), open_keys))
+            config.replace(**_values(config, whole, open_keys))
             possible.append(shape)
         except UserError as error:
             refused = refused or error
@@ -277,21 +286,22 @@ def _longest(
 def _choices(
     config: RunConfig, open_keys: set[str], text: Text, speed: Speed, sizes: list[Shape], num_processes: int
 ) -> Iterator[Choice]:
-    """Yield all of these shapes, in each dropout, with all lengths of a training that are worth a thought."""
-    dropouts = DROPOUTS if "model.dropout" in open_keys else (config.model.dropout,)
-    lengths = LENGTHS[::-1] if "train.max_tokens" in open_keys else ()
-    for size in sizes:
-        text_tokens = text.num_bytes * text.tokens_per_byte[size.vocabulary]
-        whole, step_of_whole = _longest(config, open_keys, text, speed, size, num_processes)
+    """Yield all of these shapes, with all lengths of a training that are worth a thought."""
+    lengths, minutes = LENGTHS[::-1] if "train.max_tokens" in open_keys else (), config.train.max_minutes or math.inf
+    for shape in sizes:
+        text_tokens = text.num_bytes * text.tokens_per_byte[shape.vocabulary]
+        whole, step_of_whole = _longest(config, open_keys, text, speed, shape, num_processes)
         shorter = [(tokens, _step_of(config, open_keys, num_processes, tokens)) for tokens in lengths if tokens < whole]
-        for dropout, (tokens, step) in itertools.product(dropouts, [(whole, step_of_whole), *shorter]):
-            shape, is_whole = dataclasses.replace(size, dropout=dropout), tokens == whole
+        for tokens, step in ((whole, step_of_whole), *shorter):
+            is_whole = tokens == whole
             is_small = shape.body_parameters <= max(FEW_WEIGHTS, tokens / TOKENS_PER_WEIGHT)
             is_last_resort = is_whole and shape.width == sizes[0].width
             is_known = is_last_resort or (is_small and tokens >= MIN_STEPS * step)
             loss = bits_per_byte(text, shape, tokens, step) if is_known and tokens >= step else math.inf
-            spent = tokens / step * speed.seconds(size, step)
-            yield Choice(shape, step, max(tokens, step), tokens / text_tokens, spent, is_whole, loss)
+            spent = tokens / step * speed.seconds(shape, step)
+            epochs, is_alone = tokens / text_tokens, num_processes == 1
+            teaches = is_alone and epochs >= OFTEN and has_time_to_teach(spent, SHARE_OF_STEPS * minutes)
+            yield Choice(shape, step, max(tokens, step), epochs, spent, is_whole, loss, teaches and not is_whole)
 
 
 def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str, Any]:
@@ -309,7 +319,6 @@ def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str,
         "model.hidden_size": shape.width,
         "model.num_hidden_layers": shape.layers,
         "model.num_attention_heads": heads_of(shape.width, config.model.num_key_value_heads or 1),
-        "model.dropout": shape.dropout,
         "batch.tokens_per_step": step,
         "optim.learning_rate": float(f"{muon:.2g}"),
         "optim.adamw_learning_rate": float(f"{adamw:.2g}"),
@@ -327,11 +336,6 @@ def values_of_repeats(epochs: float, steps: float) -> dict[str, Any]:
     """Return {section.key: value} of what goes with a text that is read so often: averages, and no segments."""
     averages = {"optim.ema_decay": decay_of(steps), "optim.ema_export": True}
     return averages | {"batch.segment_length": None} if epochs >= OFTEN else {}
-
-
-def decay_of(steps: float) -> float:
-    """Return the decay of an average of the weights whose mean age is MEAN_AGE of so many steps."""
-    return round(1 - 1 / (1 + MEAN_AGE * steps), 5)
 
 
 def seconds_per_step(config: RunConfig, vocabulary: int, device: torch.device, num_processes: int) -> float:
@@ -383,28 +387,26 @@ def _median_seconds(work: Callable[[], None], device: torch.device) -> float:
     return statistics.median(seconds() for _ in range(times))
 
 
-def _described(best: Choice, others: Mapping[str, Choice], text: Text, minutes: float, is_averaged: bool) -> list[str]:
+def _described(best: Choice, others: Mapping[str, Choice], unknown: str, is_averaged: bool) -> list[str]:
     """Return three lines: what was chosen, with what the law expects of it; what else there was; how to change it.
 
-    others: {what is different: the best choice with it}. minutes: of this run and of one that it teaches. is_averaged:
-    whether the model has the average of its weights.
+    others: {what is different: the best choice with it}. unknown: what the law was not fitted to. is_averaged: whether
+    the model has the average of its weights.
     """
     shape = best.shape
     what = f"{count_of(shape.layers, 'layer')} of width {shape.width}, {_vocabulary(shape)}"
-    what += f", dropout {shape.dropout:g}" if shape.dropout else ""
     what += ", averaged weights" if is_averaged else ""
     length = f"{rounded(best.tokens)} tokens in steps of {best.tokens_per_step:,}"
     length += "" if best.is_whole else f", which use up this text in {duration(best.seconds)}"
-    teachers = 0 if best.is_whole else count_teachers(best.seconds, SHARE_OF_STEPS * minutes)
-    length += ("", "; then it teaches another model", "; then it and a second one teach another model")[teachers]
+    length += "; then it teaches another model" if best.teaches else ""
     found = [
         f"{name} {more:+.1%}" if abs(more) < MAX_KNOWN else f"{name} unknown"
         for name, other in others.items()
         if max(other.bits_per_byte, best.bits_per_byte) < math.inf
-        for more in (other.bits_per_byte / best.bits_per_byte - 1,)
+        for more in (other.rank[0] / best.rank[0] - 1,)
     ]
     is_short = best.tokens < MIN_STEPS * best.tokens_per_step
-    unknown = f"text so {text.strange}" if text.strange else "training so short" if is_short else ""
+    unknown = unknown or ("training so short" if is_short else "")
     known = f"the law knows no {unknown}" if unknown else "the law is off by 2%"
     instead = [labeled("instead", f"{', '.join(found)} (bits per byte; {known})")] if found else []
     return [

@@ -1,9 +1,10 @@
 """What a model learns: bits per byte as a function of the text, the model's shape and the tokens of its training.
 
-Pure arithmetic. benchmarks/law/fit.py finds the constants for the runs of benchmarks/law/collect.py: 103 of 100 steps
-and more, 0.3 to 18 million tokens, of seven texts, 96 to 256 wide, with up to 4,096 entries. With a scale and a floor
-of its own for each text, on which no choice depends, it is off by 0.7 % (median) for these, and by 1.1 % for runs that
-it has not seen; outside of them it is an extrapolation.
+Pure arithmetic. benchmarks/law/fit.py finds the constants for the runs of benchmarks/law/collect.py: 80 of 100 steps
+and more, 0.3 to 18 million tokens, of seven texts, 96 to 256 wide, with 512 to 4,096 entries, without dropout. With a
+scale and a floor of its own for each text, on which no choice depends, it is off by 0.6 % (median) for these, and by
+1.0 % for runs that it has not seen; outside of them it is an extrapolation. It is about the best step of a run, whose
+weights a run exports.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ EMBEDDING_SHARE = 0.1
 """How much of a weight an entry of the embedding counts."""
 DENSITIES = (1.55, 2.8)  # of the texts that it was fitted to
 MIN_BYTES = 150_000  # of a text, most of the shortest of them: 5 % of 0.2 MB and more validate
+MEAN_AGE = 0.12  # of the weights in an average, as a share of the steps: benchmarks/learning/averages.py
 LEAST_SHORTENING = 0.1
 """By which twice the entries made each of these texts shorter, in tokens: by 11 % and more."""
 
@@ -56,7 +58,6 @@ class Shape:
     width: int
     layers: int
     vocabulary: int
-    dropout: float = 0.0
 
     @property
     def body_parameters(self) -> int:
@@ -99,6 +100,11 @@ def rates_of(width: int) -> tuple[float, float]:
     return 0.02 * math.sqrt(256 / width), 0.01 * 256 / width
 
 
+def decay_of(steps: float) -> float:
+    """Return the decay of an average of the weights whose mean age is MEAN_AGE of so many steps."""
+    return round(1 - 1 / (1 + MEAN_AGE * steps), 5)
+
+
 def tokens_per_step_of(tokens: float) -> int:
     """Return the tokens of a step that go with the tokens of a training: a power of two, from 2,048 on.
 
@@ -114,30 +120,26 @@ def tokens_per_step_of(tokens: float) -> int:
 class Law:
     """The constants of the law. Sizes are in millions, and losses in units of `scale`."""
 
-    capacity: tuple[float, float, float] = (0.418, 0.115, 0.223)
+    capacity: tuple[float, float, float] = (0.406, 0.164, 0.387)
     """Factor, and exponents of the weights and of bytes per token: what the model has no room for."""
-    dropout: float = 0.907
-    """What a dropout of 1 would add to that, as a factor."""
-    data: tuple[float, float, float] = (0.525, 0.303, 0.186)
+    data: tuple[float, float, float] = (0.668, 0.296, 0.188)
     """Factor, and exponents of the effective tokens and of bytes per token: what it has not seen."""
-    repeats: float = 11.6
+    repeats: float = 5.21
     """Epochs that the repeated ones are worth at most, together."""
-    critical_tokens: float = 44_300.0
+    critical_tokens: float = 62_800.0
     """Tokens per step at which half of a million tokens is lost; it grows as the square root of the tokens."""
-    entries: tuple[float, float, float] = (1.6, 1.19, 0.994)
+    entries: tuple[float, float, float] = (0.883, 0.882, 0.71)
     """Factor, and exponents of entries per token of the text and of epochs: entries with too few examples."""
-    memory: tuple[float, float, float] = (0.1, 0.976, 2.28)
+    memory: tuple[float, float, float] = (0.0108, 0.915, 1.41)
     """Factor, and exponents of the weights and of tens of epochs: what is learned by heart, per MB of text."""
-    forgetting: float = 10.8
-    """How many times a dropout of 1 would add to 1, by whose square that is divided."""
-    scale: tuple[float, float] = (1.98, -0.228)
+    scale: tuple[float, float] = (1.67, -0.17)
     """Bits per byte of all of these: for a density of 0, and what 1 of density adds."""
-    floor: tuple[float, float] = (-1.21, 0.865)
+    floor: tuple[float, float] = (-0.996, 0.769)
     """Bits per byte that no model learns: for a density of 0, and what 1 of density adds."""
 
 
 def bits_per_byte(text: Text, shape: Shape, tokens: float, tokens_per_step: int, law: Law = Law()) -> float:
-    """Return the expected bits per byte of held-out text like it, after a training on so many tokens.
+    """Return the expected bits per byte of held-out text like it, at the best step of a training on so many tokens.
 
     Repeated tokens count less, in the form of Muennighoff et al., "Scaling Data-Constrained Language Models", arXiv
     2305.16264, section 3.1; beyond them, a loss rises with the epochs, as what is learned by heart does harm.
@@ -148,10 +150,9 @@ def bits_per_byte(text: Text, shape: Shape, tokens: float, tokens_per_step: int,
     weights = (shape.body_parameters + EMBEDDING_SHARE * shape.vocabulary * shape.width) / 1e6
     seen = tokens if epochs <= 1 else unique * (1 + law.repeats * (1 - math.exp(-(epochs - 1) / law.repeats)))
     seen /= 1e6 * (1 + tokens_per_step / law.critical_tokens / math.sqrt(tokens / 1e6))
-    room = _power(law.capacity, 1 / weights, ratio) * (1 + law.dropout * shape.dropout)
+    room = _power(law.capacity, 1 / weights, ratio)
     data = _power(law.data, 1 / seen, ratio)
     memory = _power(law.memory, weights, epochs / 10) * 1e6 / text.num_bytes
-    memory /= (1 + law.forgetting * shape.dropout) ** 2
     rare = _power(law.entries, shape.vocabulary / unique, epochs)
     scale, floor = (constant + slope * density for constant, slope in (law.scale, law.floor))
     return floor + scale * (room + data + rare + memory)

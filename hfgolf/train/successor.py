@@ -1,58 +1,56 @@
-"""The minutes that a short text leaves: models that used it up teach another one (hooks/distillation.py).
+"""The minutes that a short text leaves: the model that used it up teaches another one (hooks/distillation.py).
 
-Owns how many there are, and the configs of the runs after the first, which are ordinary ones. Does not train.
+Owns whether there is time, and the config of the second run, which is an ordinary one. Does not train.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from hfgolf.config.parse import DISTILL_FROM, ResolvedConfig, base_for, load_config, name_of
+from hfgolf.config.parse import DISTILL_FROM, ResolvedConfig, load_config, name_of
 from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.record import read_summary, row_seconds
+from hfgolf.train.law import decay_of
 
-COSTS = {1: 4 / 3, 2: 1 + 5 / 3}
-"""{teachers: what follows the first training, as a multiple of it}. The forward pass of each is a third of a step."""
-
-
-def count_teachers(seconds: float, minutes: float) -> int:
-    """Return how many models that train for so many seconds can teach another one in the minutes of all: 0 to 2."""
-    return max((count for count, cost in COSTS.items() if (1 + cost) * seconds <= 60 * minutes), default=0)
+STEP = 4 / 3
+"""A step with a teacher, as a multiple of one without: its forward pass is a third of a step."""
+MOST_STEPS = 2
+"""Steps of the second training, as a multiple of the first: with a teacher, a model overfits later."""
 
 
-def teachers_in_time(said: ResolvedConfig) -> int:
-    """Return how many models can teach another one after a complete run: 0 if the autopilot did not end it early."""
+def has_time_to_teach(seconds: float, minutes: float) -> bool:
+    """Return whether a model that trains for so many seconds can teach another one in the minutes of both."""
+    return (1 + STEP) * seconds <= 60 * minutes
+
+
+def steps_of_taught(steps: int, seconds: float, minutes: float) -> int:
+    """Return the steps of a model that another one teaches, after its training of so many steps and seconds."""
+    return round(steps * min(MOST_STEPS, (60 * minutes - seconds) / (STEP * seconds)))
+
+
+def follows(said: ResolvedConfig) -> bool:
+    """Return whether a complete run is to teach another one: the autopilot ended it early enough."""
     folder = run_folder(said.config)
     settings = folder.read_config() or {}
     is_used_up = said.sources.get("train.max_tokens") == "auto" and settings.get("train.max_tokens")
-    return count_teachers(_seconds(folder), said.config.train.max_minutes or 0) if is_used_up else 0
+    return bool(is_used_up) and has_time_to_teach(_seconds(folder), said.config.train.max_minutes or 0)
 
 
-def second_teacher(said: ResolvedConfig) -> ResolvedConfig:
-    """Return the config of the training of a complete run with another seed. Its name ends with "-second"."""
+def taught(said: ResolvedConfig) -> ResolvedConfig:
+    """Return the config of the run that learns from a complete one, in the minutes that it left, as it resumes.
+
+    Its name ends with "-taught", without a source: if another run has it, it gets a number.
+    """
     folder = run_folder(said.config)
-    base, limits = base_for({DISTILL_FROM: [str(folder.path)]}), _limits(said, [folder], 1 / COSTS[2])
-    return _named(said, load_config([], where="auto", base=base, values=limits), "-second")
-
-
-def taught(said: ResolvedConfig, teachers: Sequence[RunFolder]) -> ResolvedConfig:
-    """Return the config of the run that learns from a complete one, or from two. Its name ends with "-taught"."""
+    seconds, minutes = _seconds(folder), said.config.train.max_minutes or 0
+    steps = steps_of_taught(read_summary(folder.summary)["steps"], seconds, minutes)
     values: dict[str, Any] = {key: said.config.flat()[key] for key in said.sources if key.startswith("hub.")}
-    values |= {DISTILL_FROM: [str(folder.path) for folder in teachers]}
-    return _named(said, load_config([], where="auto", values=values | _limits(said, teachers)), "-taught")
-
-
-def _limits(said: ResolvedConfig, before: Sequence[RunFolder], share: float = 1.0) -> dict[str, Any]:
-    """Return a share of the minutes that these runs left, and that a run resumes if the first one may."""
-    left = (said.config.train.max_minutes or 0) - sum(map(_seconds, before)) / 60
-    limits: dict[str, Any] = {"train.max_minutes": float(f"{share * left:.3g}")}
-    return limits | ({"train.resume": "auto"} if said.config.train.resume else {})
-
-
-def _named(said: ResolvedConfig, run: ResolvedConfig, ending: str) -> ResolvedConfig:
-    """Return a run with the name of the first and an ending; without a source: if another has it, it gets a number."""
-    return ResolvedConfig(run.config.replace(run__name=name_of(str(said.config.run.name), ending)), run.sources)
+    values |= {DISTILL_FROM: [str(folder.path)], "train.max_minutes": float(f"{minutes - seconds / 60:.3g}")}
+    values |= {"train.max_steps": steps} | ({"train.resume": "auto"} if said.config.train.resume else {})
+    if said.sources.get("optim.ema_decay") == "auto" and (folder.read_config() or {}).get("optim.ema_decay"):
+        values["optim.ema_decay"] = decay_of(steps)
+    run = load_config([], where="auto", values=values)
+    return ResolvedConfig(run.config.replace(run__name=name_of(str(said.config.run.name), "-taught")), run.sources)
 
 
 def _seconds(folder: RunFolder) -> float:

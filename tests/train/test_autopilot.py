@@ -63,13 +63,16 @@ def test_minutes_choose_what_nobody_states(text, hfgolf):
         assert line.endswith("# auto"), line
 
 
-@pytest.mark.parametrize(("steps", "known"), [(99, "knows no training so short"), (100, "is off by 2%")])
-def test_no_figure_is_said_of_what_the_law_cannot_know(steps, known):
+@pytest.mark.parametrize(
+    ("steps", "unknown", "known"),
+    [(99, "", "knows no training so short"), (100, "", "is off by 2%"), (100, "dropout", "knows no dropout")],
+)
+def test_no_figure_is_said_of_what_the_law_cannot_know(steps, unknown, known):
     def choice(bits_per_byte):
-        return Choice(Shape(128, 3, 512), 2048, steps * 2048, 1.0, 60.0, True, bits_per_byte)
+        return Choice(Shape(128, 3, 512), 2048, steps * 2048, 1.0, 60.0, True, bits_per_byte, False)
 
     others = {"width 160": choice(2.04), "half the time": choice(0.5), "twice the time": choice(40.0)}
-    lines = autopilot._described(choice(2.0), others, Text(10**6, 2.0, {512: 0.5}), 1.0, False)
+    lines = autopilot._described(choice(2.0), others, unknown, False)
     said = "width 160 +2.0%, half the time unknown, twice the time unknown"
     assert lines[1] == f"instead  {said} (bits per byte; the law {known})"
 
