@@ -71,7 +71,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--model small": "id 256, ... 256 entries",
             "--files none.txt": "--files: no file matches 'none.txt'",
             "--files latin.txt": "latin.txt is not UTF-8",
-            "--files chat.jsonl": "chat.jsonl has no column 'text'; set --text_column to one of: messages.\n",
+            "--files chat.jsonl": "chat.jsonl has no column 'text'.\n",
             "--files cut.txt": "its last character is cut, ... restore the end, or convert it to UTF-8.\n",
             "--files ids.bin": "ids.bin is not text.\n",
             "--files table.csv": "set --text_column to one of them, as in --text_column body; if",

@@ -284,7 +284,8 @@ def train(job: dict[str, Any], seed: int) -> dict[str, Any]:
         summary = api.train(load_config([job["text"]], values=stated))
         if job["name"] == TAUGHT:
             steps = steps_of_taught(steps, steps * job["seconds"], SHARE_OF_STEPS * job["minutes"])
-            values = {DISTILL_FROM: [str(Path(folder, "run"))], "run.output_dir": folder, "run.name": TAUGHT}
+            values: dict[str, Any] = {DISTILL_FROM: [str(Path(folder, "run"))]}
+            values |= {"run.output_dir": folder, "run.name": TAUGHT}
             values |= {"train.max_steps": steps, "optim.ema_decay": stated["optim.ema_decay"] and decay_of(steps)}
             summary = api.train(load_config([], values=values))
     reached = {"seed": seed, "bits_per_byte": summary["val_bits_per_byte"], "val_loss": summary["val_loss"]}

@@ -490,7 +490,7 @@ def test_nested_columns(tmp_path, train_on, kind, column, texts):
     ("column", "message"),
     [
         ("message.contents", "row 0 (line 1): 'message.contents' leads nowhere: there is no 'contents' in a dict"),
-        ("mesage.content", "no column 'mesage'; set data.text_column to one of: message, conversation, dotted.name;"),
+        ("mesage.content", "no column 'mesage'; set data.text_column to one of: message, dotted.name; or data.m"),
         ("conversation.text", "there is no 'text' in a list"),
         ("message.content.0", "there is no '0' in text"),
         ("message", "row 0 (line 1): 'message' holds a dict of content, not text"),

@@ -130,7 +130,7 @@ def test_a_resume_needs_the_models_that_the_run_began_with(hfgolf, teachers, tmp
     said = hfgolf(*command)
     assert said.status == 2 and "the run began with other weights" in said.err
     said = hfgolf(*command[:2], other, *command[3:])
-    assert said.status == 2 and "train.distill_from" in said.err and "restore these keys" in said.err
+    assert said.status == 2 and "--distill_from" in said.err and "restore these keys" in said.err
 
 
 def change_corpus(folder: Path) -> None:
