@@ -47,10 +47,11 @@ def taught(said: ResolvedConfig) -> ResolvedConfig:
     values: dict[str, Any] = {key: said.config.flat()[key] for key in said.sources if key.startswith("hub.")}
     values |= {DISTILL_FROM: [str(folder.path)], "train.max_minutes": float(f"{minutes - seconds / 60:.3g}")}
     values |= {"train.max_steps": steps} | ({"train.resume": "auto"} if said.config.train.resume else {})
-    if said.sources.get("optim.ema_decay") == "auto" and (folder.read_config() or {}).get("optim.ema_decay"):
-        values["optim.ema_decay"] = decay_of(steps)
     run = load_config([], where="auto", values=values)
-    return ResolvedConfig(run.config.replace(run__name=name_of(str(said.config.run.name), "-taught")), run.sources)
+    unstated: dict[str, Any] = {"run__name": name_of(str(said.config.run.name), "-taught")}
+    if said.sources.get("optim.ema_decay") == "auto" and run.config.optim.ema_decay is not None:
+        unstated["optim__ema_decay"] = decay_of(steps)  # with the source auto, the autopilot would choose again
+    return ResolvedConfig(run.config.replace(**unstated), run.sources)
 
 
 def _seconds(folder: RunFolder) -> float:

@@ -9,17 +9,20 @@ from hfgolf.config.parse import ResolvedConfig, load_config, read_settings
 from hfgolf.config.sections import RunConfig
 from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.system.signals import BEFORE_THE_FIRST_STEP, Signals
+from hfgolf.train.law import decay_of
 from hfgolf.train.process import session
 from hfgolf.train.successor import follows, has_time_to_teach, taught
 
 USED_UP = {"train__max_steps": "null", "train__max_tokens": 1536, "train__max_minutes": 5}
+AVERAGED = {"optim__ema_decay": 0.5, "optim__ema_export": True}
 SEED = RunConfig().run.seed
 
 
 def chosen(arguments: list[str], source: str = "auto") -> ResolvedConfig:
     """Return a config whose tokens the autopilot has chosen."""
     resolved = load_config(arguments)
-    return ResolvedConfig(resolved.config, resolved.sources | {"train.max_tokens": source})
+    averages = dict.fromkeys(("optim.ema_decay", "optim.ema_export"), source)
+    return ResolvedConfig(resolved.config, resolved.sources | {"train.max_tokens": source} | averages)
 
 
 def test_both_trainings_have_to_fit():
@@ -27,7 +30,7 @@ def test_both_trainings_have_to_fit():
 
 
 def test_another_model_learns_from_the_first_once(run, tiny_run, caplog):
-    arguments = tiny_run(**USED_UP)
+    arguments = tiny_run(**USED_UP | AVERAGED)
     first = run(arguments)
     with caplog.at_level(logging.INFO, "hfgolf"):
         summary = api.train_once(chosen(arguments))
@@ -35,6 +38,7 @@ def test_another_model_learns_from_the_first_once(run, tiny_run, caplog):
     assert summary["run"] == "tiny-taught" and summary["steps"] == 12
     settings = read_settings(last / "config.yaml")
     assert settings["train.distill_from"] == [str(first)] and settings["run.seed"] == SEED + 1
+    assert settings["optim.ema_decay"] == decay_of(12) and settings["optim.ema_export"]
     assert 4 < settings["train.max_minutes"] < 5, "what the first one left"
     assert "# command line" not in (last / "config.yaml").read_text(), "nobody stated it"
     assert {folder.name for folder in first.parent.iterdir()} == {first.name, last.name}
