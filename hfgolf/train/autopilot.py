@@ -205,9 +205,10 @@ def measure_text(config: RunConfig, open_keys: set[str]) -> Text:
 def _tokens_per_byte(config: RunConfig, blocks: list[str], sample: list[str], is_any: bool) -> dict[int, float]:
     """Return {entries: tokens per byte} of the vocabularies that the config allows. is_any: BPE of any size, or bytes.
 
-    Bytes are for texts that support no BPE. Of 200 kB, bytes end about as low (5 layers of width 256: 1.755, 2.043 and
-    2.121 bits per byte of German, Shakespeare and docstrings, and 512 entries at 1.753, 2.032 and 2.190), learn less
-    from a teacher (docs/experiments.md), and see half as much text.
+    Bytes are for texts that support no BPE. Of 200 kB of German, Shakespeare and docstrings, they end at 1.755, 2.043
+    and 2.121 bits per byte (5 layers of width 256), and taught by such a model at 2.001 and 2.096 of the last two; 512
+    entries end at 1.753, 2.032 (4 layers of 192) and 2.190, and taught at 1.678, 1.977 and 2.112 (one seed, not kept).
+    And with bytes, a model sees half as much text at a time.
     """
     tokenizer, joined = config.tokenizer, "".join(sample)
     sample_bytes = len(joined.encode())
@@ -287,7 +288,8 @@ def _choices(
     config: RunConfig, open_keys: set[str], text: Text, speed: Speed, sizes: list[Shape], num_processes: int
 ) -> Iterator[Choice]:
     """Yield all of these shapes, with all lengths of a training that are worth a thought."""
-    lengths, minutes = LENGTHS[::-1] if "train.max_tokens" in open_keys else (), config.train.max_minutes or math.inf
+    lengths = LENGTHS[::-1] if "train.max_tokens" in open_keys else ()
+    minutes = config.train.max_minutes or math.inf
     for shape in sizes:
         text_tokens = text.num_bytes * text.tokens_per_byte[shape.vocabulary]
         whole, step_of_whole = _longest(config, open_keys, text, speed, shape, num_processes)
@@ -299,9 +301,10 @@ def _choices(
             is_known = is_last_resort or (is_small and tokens >= MIN_STEPS * step)
             loss = bits_per_byte(text, shape, tokens, step) if is_known and tokens >= step else math.inf
             spent = tokens / step * speed.seconds(shape, step)
-            epochs, is_alone = tokens / text_tokens, num_processes == 1
-            teaches = is_alone and epochs >= OFTEN and has_time_to_teach(spent, SHARE_OF_STEPS * minutes)
-            yield Choice(shape, step, max(tokens, step), epochs, spent, is_whole, loss, teaches and not is_whole)
+            epochs = tokens / text_tokens
+            may_teach = num_processes == 1 and not is_whole and epochs >= OFTEN
+            teaches = may_teach and has_time_to_teach(spent, SHARE_OF_STEPS * minutes)
+            yield Choice(shape, step, max(tokens, step), epochs, spent, is_whole, loss, teaches)
 
 
 def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str, Any]:
