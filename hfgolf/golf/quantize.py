@@ -41,6 +41,7 @@ _AIM = 0.999  # of the budget; a real size a little off is still in [_CLOSE, 1]
 _CLOSE, _LOWEST = 0.998, 0.995  # what the first codings have to reach, and what is enough after them
 _FIRST_CODINGS = 4
 _DAMPING = 0.01  # of the Hessians of a matrix's inputs and outputs, as a share of the mean of their diagonal
+_EXCESS = 0.02  # of the budget, that integers nearer to zero can take away
 _MAX_CODINGS = 12  # two to four as a rule; the size is nearly smooth in D
 _GOLDEN = (math.sqrt(5) - 1) / 2
 
@@ -299,12 +300,12 @@ def quantize_model(
         method: gptq or nearest. allocation: curvature, sdclip or uniform, see `allocate`.
         progress: called with one line per coding.
 
-    A model that was trained on a grid (golf.qat_fraction) and fits keeps it: nothing is rounded anew.
+    A model that was trained on a grid (golf.qat_fraction) keeps it if it fits, or almost: nothing is rounded anew.
     A budget beyond the finest useful steps is not an error; the findings say what it leaves free.
 
     Raises UserError if the matrices do not fit even with the coarsest steps; it names the bytes that are needed.
     """
-    kept = _kept(weights, budget_bytes, overhead_bytes, size_of)
+    kept = _kept(weights, curvature, budget_bytes, overhead_bytes, size_of)
     if kept is not None:
         return kept
     plan, feedback = plan_steps(weights, curvature, budget_bytes - overhead_bytes, method, allocation, column_steps)
@@ -346,27 +347,67 @@ def quantize_model(
 
 def _kept(
     weights: Mapping[str, NDArray[np.float32]],
+    curvature: Mapping[str, Curvature],
     budget_bytes: int,
     overhead_bytes: int,
     size_of: Callable[[dict[str, Quantized]], int],
 ) -> QuantizedModel | None:
-    """Return matrices that are on a grid already and fit, else None. D is that of SDClip: the mean relative step."""
+    """Return matrices that are on a grid already, else None. D is that of SDClip: the mean relative step.
+
+    What exceeds the budget by _EXCESS or less has some integers one nearer to zero, so that it fits: to round to a
+    coarser grid would lose what the training on this one has gained.
+    """
     tensors = {}
     for name, weight in weights.items():
         one = grid_of(weight)
         if one is None:
             return None
         tensors[name] = one
+    if not any(one.integers.any() for one in tensors.values()):
+        return None
     size = overhead_bytes + size_of(tensors)
-    if size > budget_bytes or not any(one.integers.any() for one in tensors.values()):
+    nearer, less = tensors, 0.0
+    while size > budget_bytes and less + size - budget_bytes <= _EXCESS * budget_bytes:
+        less += (size - budget_bytes) / 2 + 4  # it takes about twice as much
+        nearer = _shrunk(tensors, curvature, less)
+        size = overhead_bytes + size_of(nearer)
+    if size > budget_bytes:
         return None
     steps = {
         name: replace(unit, row_steps=steps_of(tensors[name].row_codes).astype(np.float64))
         for name, unit in allocate(weights, "sdclip", {}, None).items()
     }
     scale, free = mean_relative_step(steps), budget_bytes - size
-    note = f"The matrices are on a grid already (golf.qat_fraction), so they are kept; {free:,} bytes stay free."
-    return QuantizedModel(tensors, scale, SDCLIP_LEVELS * scale, size, [note])
+    count = sum(int((nearer[name].integers != one.integers).sum()) for name, one in tensors.items())
+    but = f" but for {count:,} integers that went one nearer to zero, so that they fit" if count else ""
+    note = f"The matrices are on a grid already (golf.qat_fraction), so they are kept{but}; {free:,} bytes stay free."
+    return QuantizedModel(nearer, scale, SDCLIP_LEVELS * scale, size, [note])
+
+
+def _shrunk(
+    tensors: Mapping[str, Quantized], curvature: Mapping[str, Curvature], num_bytes: float
+) -> dict[str, Quantized]:
+    """Return matrices that take num_bytes less by the entropy of each: integers one nearer to zero, where a bit costs
+    the least loss. Without curvature, a step costs its square.
+    """
+    nearer, bits, prices = {}, {}, {}
+    for name, one in tensors.items():
+        lowest = one.integers.min()
+        logs = np.log2(np.maximum(np.bincount((one.integers - lowest).ravel()), 1))
+        nearer[name] = one.integers - np.sign(one.integers)
+        bits[name] = logs[nearer[name] - lowest] - logs[one.integers - lowest]
+        loss = np.square(one.steps().astype(np.float64))
+        if known := curvature.get(name):
+            loss = loss * known.row_weights[:, None] * np.diag(known.hessian)
+        prices[name] = np.where(bits[name] > 0, loss / np.maximum(bits[name], 1e-9), np.inf)
+    all_prices, all_bits = (np.concatenate([value.ravel() for value in one.values()]) for one in (prices, bits))
+    order = np.argsort(all_prices)
+    enough = np.searchsorted(np.cumsum(all_bits[order]), 8 * num_bytes)
+    limit = all_prices[order[min(enough, len(order) - 1)]]
+    return {
+        name: replace(one, integers=np.where(prices[name] <= limit, nearer[name], one.integers).astype(np.int32))
+        for name, one in tensors.items()
+    }
 
 
 def _next_scale(

@@ -113,5 +113,13 @@ def test_export_keeps_the_grid_of_a_rounded_model(model, batch):
     assert kept.scale == pytest.approx(0.5, rel=0.4)
     for name, weight in weights.items():
         np.testing.assert_array_equal(kept.tensors[name].dequantized(), weight)
+    almost = quantize_model(matrices(model), curvature, budget_bytes=size - 40, overhead_bytes=500, size_of=size_of)
+    assert size - 120 <= almost.size_bytes <= size - 40
+    changes = [np.abs(one.integers) - np.abs(kept.tensors[name].integers) for name, one in almost.tensors.items()]
+    count = sum(int((change == -1).sum()) for change in changes)
+    assert 0 < count < 0.02 * sum(change.size for change in changes) and all(
+        np.isin(one, (0, -1)).all() for one in changes
+    )
+    assert f"{count:,} integers" in almost.findings[0]
     smaller = quantize_model(matrices(model), curvature, budget_bytes=size - 3000, overhead_bytes=500, size_of=size_of)
     assert smaller.size_bytes <= size - 3000 and smaller.findings == []
