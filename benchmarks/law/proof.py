@@ -199,7 +199,9 @@ def neighbors(chosen: dict[str, Any]) -> dict[str, dict[str, Any]]:
     widths = {sign: 32 * round(factor * width / 32) for sign, factor in (("-", 2 / 3), ("+", 1.5))}
     vocabularies = _beside((256, *VOCABULARIES), vocabulary)
     grid: dict[str, dict[str, Any]] = {}
-    for at, of_width in {"": {}, **{f"width{sign}": _width(value) for sign, value in widths.items()}}.items():
+    is_averaged = chosen["optim.ema_export"]
+    of_widths = {f"width{sign}": _width(value, is_averaged) for sign, value in widths.items()}
+    for at, of_width in {"": {}, **of_widths}.items():
         for kind, of_words in {"": {}, **{f"vocabulary{s}": _vocabulary(v) for s, v in vocabularies.items()}}.items():
             if at or kind:
                 grid["".join((at, kind))] = stay | of_width | of_words
@@ -221,8 +223,8 @@ def _beside(values: tuple[int, ...], value: int) -> dict[str, int]:
     return {sign: values[i] for sign, i in (("-", place - 1), ("+", place + 1)) if 0 <= i < len(values)}
 
 
-def _width(width: int) -> dict[str, Any]:
-    muon, adamw = rates_of(width)
+def _width(width: int, is_averaged: bool = False) -> dict[str, Any]:
+    muon, adamw = rates_of(width, is_averaged)
     shape = {"hidden_size": width, "num_hidden_layers": layers_of(width), "num_attention_heads": heads_of(width)}
     rates = {"optim.learning_rate": muon, "optim.adamw_learning_rate": adamw}
     return {f"model.{key}": value for key, value in shape.items()} | rates

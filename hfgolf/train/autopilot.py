@@ -310,12 +310,12 @@ def _choices(
 def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str, Any]:
     """Return {section__key: value} of the open keys."""
     shape, step = choice.shape, choice.tokens_per_step
-    muon, adamw = rates_of(shape.width)
     steps = choice.tokens / step
     has_size = config.tokenizer.kind in ("bpe", "byte")  # others have the entries that they have
     repeated = values_of_repeats(choice.epochs, steps)
     if config.golf.qat_fraction or not {"optim.ema_decay", "optim.ema_export"} <= open_keys:
         repeated = {key: value for key, value in repeated.items() if not key.startswith("optim.ema")}
+    muon, adamw = rates_of(shape.width, "optim.ema_export" in repeated)
     values = {
         "tokenizer.kind": "byte" if shape.vocabulary == 256 else "bpe",
         "tokenizer.vocab_size": "auto" if shape.vocabulary == 256 or not has_size else shape.vocabulary,

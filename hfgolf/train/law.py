@@ -90,14 +90,17 @@ def heads_of(width: int, multiple: int = 1) -> int:
     return next((heads for heads in possible if width % (2 * heads) == 0), multiple)
 
 
-def rates_of(width: int) -> tuple[float, float]:
+def rates_of(width: int, is_averaged: bool = False) -> tuple[float, float]:
     """Return the learning rates of Muon and of AdamW that go with a width.
+
+    is_averaged: whether the model has the average of its weights, which evens out the noise of higher rates.
 
     From benchmarks/law/rates.jsonl: after 300 steps, the best of Muon's fell from 0.04 to 0.02 between widths of 64 and
     256, and the best of AdamW's, which the embedding has, from 0.04 to 0.01. After 1,000 steps, they were 0.02 to 0.03
-    and 0.02 at a width of 128.
+    and 0.02 at a width of 128. With averages, 1.4 times as high ones are better (docs/experiments.md).
     """
-    return 0.02 * math.sqrt(256 / width), 0.01 * 256 / width
+    factor = 1.4 if is_averaged else 1.0
+    return factor * 0.02 * math.sqrt(256 / width), factor * 0.01 * 256 / width
 
 
 def decay_of(steps: float) -> float:

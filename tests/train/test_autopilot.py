@@ -19,7 +19,7 @@ from hfgolf.run.metrics import read_rows
 from hfgolf.train import autopilot
 from hfgolf.train.autopilot import Choice, Speed
 from hfgolf.train.decisions import decide
-from hfgolf.train.law import Shape, Text, tokens_per_step_of
+from hfgolf.train.law import Shape, Text, rates_of, tokens_per_step_of
 
 QUICK = ["--train.cpu_threads=1", "--train.compile=false", "--train.sample_tokens=null", "--batch.sequence_length=64"]
 
@@ -184,6 +184,9 @@ def test_a_text_that_is_read_often_takes_averages_of_the_weights_and_no_segments
     of_eighth = pytest.approx(1 - 1 / (1 + 0.12 * steps), abs=1e-5)
     assert optim.ema_decay == (of_eighth if is_averaged else decisions.config.optim.ema_decay)
     assert chosen.values["batch__segment_length"] == (None if epochs > 3 else 64)
+    rates = optim.learning_rate, optim.adamw_learning_rate
+    factor = 1.4 if is_averaged else 1
+    assert rates == pytest.approx([factor * rate for rate in rates_of(chosen.values["model__hidden_size"])], rel=0.03)
 
 
 def seconds_of(shape, tokens_per_step):
