@@ -113,8 +113,8 @@ def archive(
     padded = np.pad(tokens, (0, lanes * targets - num_tokens)).reshape(lanes, targets)
     ids = np.pad(padded, ((0, 0), (1, 0)), constant_values=start)
     say("the model's own bits")
-    ideal_bytes = _bits(network, [row[: num_tokens - lane * targets + 1] for lane, row in enumerate(ids)]) / 8
-    whole_bytes = _bits(network, [np.concatenate([[start], tokens])]) / 8
+    rows = [row[: num_tokens - lane * targets + 1] for lane, row in enumerate(ids)]
+    ideal_bytes = _bits(network, rows) / 8
     say("coding")
     stream = encode_tokens(network, torch.from_numpy(ids), num_tokens)
     lengths = np.array([*map(len, spellings)], "<u2").tobytes()
@@ -143,7 +143,7 @@ def archive(
         "ideal_bytes": ideal_bytes,
         "gap": len(stream) / ideal_bytes - 1,
         "lanes": lanes,
-        "lanes_bytes": ideal_bytes - whole_bytes,
+        "lanes_bytes": _bits_of_lanes(network, rows) / 8,
         "window": config.max_position_embeddings,
         "sha256": sha256,
         "encode_seconds": coded_at - started_at,
@@ -238,6 +238,15 @@ def _bits(network: GolfNetwork, streams: Sequence[np.ndarray]) -> float:
     nats = sum(evaluate(network, config, tokens, np.ones_like(tokens), *windows)["nats"] for tokens in streams)
     network.cpu()  # where all else of an archive is computed
     return float(nats) / math.log(2)
+
+
+def _bits_of_lanes(network: GolfNetwork, rows: Sequence[np.ndarray]) -> float:
+    """Return what it costs that each lane but the first begins without the context of the one before. rows: as read."""
+    window = network.model.config.max_position_embeddings
+    contexts = [row[-1 - max(1, window // 2) :] for row in rows[:-1]]
+    begins = [row[: window + 1] for row in rows[1:]]
+    both = [np.concatenate([context, begin[1:]]) for context, begin in zip(contexts, begins, strict=True)]
+    return _bits(network, begins) + _bits(network, contexts) - _bits(network, both)
 
 
 def _read_export(folder: Path) -> tuple[bytes, GolfConfig, GolfNetwork, PreTrainedTokenizerFast]:

@@ -172,6 +172,8 @@ def test_the_program_of_an_archive_decodes_what_was_coded_within_half_a_percent(
     text = bytes(ids[:, 1:].flatten()[:count].tolist())
     streams = [row[: count - lane * 24 + 1].numpy() for lane, row in enumerate(ids)]
     ideal_bytes = archive._bits(network, streams) / 8
+    whole_bytes = archive._bits(network, [np.concatenate([[0], *(row[1:] for row in streams)])]) / 8
+    assert archive._bits_of_lanes(network, streams) / 8 == pytest.approx(ideal_bytes - whole_bytes, abs=0.1)
     stream = encode_tokens(network, ids, count)
     assert ideal_bytes - 1 < len(stream) < 1.005 * ideal_bytes
     packed: dict = {"__name__": "archive"}
