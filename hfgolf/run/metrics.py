@@ -190,8 +190,8 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _finite(value: Any) -> Any:
-    """Replace NaN and infinity with None: they are not JSON, although Python's json writes and reads them."""
-    if isinstance(value, list):
+    """Return a value as JSON has it: no NaN or infinity, although Python's json writes and reads them, and no tuples."""
+    if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

@@ -59,6 +59,16 @@ def test_nonfinite_number_is_written_as_null(tmp_path):
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train_loss": null, "train_losses": [1.5, null]}\n'
 
 
+def test_what_is_appended_is_returned_as_it_is_read_back(tmp_path):
+    """The report of a run at its end is made of these; that of a finished one of what was read."""
+    path = tmp_path / "metrics.jsonl"
+    event = {"step": 3, "event": "finding", "symptom": "plateau", "causes": ("a", "b"), "fix": {"optim.x": 0.1}}
+    row = {"step": 4, "train_loss": math.inf, "train_losses": (1.5, math.nan)}
+    written = [metrics.MetricsFile(path).append(line) for line in (event, row)]
+    found = metrics.read_metrics(path)
+    assert written == [*found.events, *found.rows]
+
+
 def test_a_secret_in_an_event_is_redacted_as_it_is_written(tmp_path):
     secret = "password = 'opensesame'"
     written = metrics.MetricsFile(tmp_path / "metrics.jsonl").append({"step": 1, "event": "sample", "text": secret})
