@@ -190,7 +190,7 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value as JSON has it: no NaN or infinity, although Python's json writes and reads them, and no tuples."""
+    """Return a value as JSON has it: no tuples, and no NaN or infinity, although Python has them in its JSON."""
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
