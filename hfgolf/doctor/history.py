@@ -87,6 +87,9 @@ class History:
         """The last event that went back to a checkpoint."""
         self.out_of_memory: Line | None = None
         """The last "out_of_memory" event."""
+        self.begins_to_round = False
+        """Whether the latest row is the first with rounded matrices (golf.qat_fraction): they are other weights."""
+        self._is_rounded = False
         self._consecutive_steps: set[int] = set()
         """The steps that count as consecutive to the last nonfinite one."""
         self._session_has_row = False
@@ -107,7 +110,7 @@ class History:
 
     def add(self, line: Line) -> None:
         """Add the next line of metrics.jsonl."""
-        self.latest, self.new_steps = line, []
+        self.latest, self.new_steps, self.begins_to_round = line, [], False
         match line.get("event"):
             case None:
                 self._add_row(line)
@@ -124,6 +127,8 @@ class History:
         step, first = row["step"], row["step"] + 1 - len(losses)
         self.new_steps = [Step(first + i, *pair) for i, pair in enumerate(zip(losses, grad_norms, strict=False))]
         self.steps.extend(self.new_steps)
+        was_rounded, self._is_rounded = self._is_rounded, bool(row.get("golf_rounded_matrices"))
+        self.begins_to_round = self._is_rounded and not was_rounded
         for new in self.new_steps:
             if not math.isfinite(new.loss):
                 self._add_skip({"step": new.step})

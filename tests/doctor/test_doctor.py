@@ -263,6 +263,14 @@ def test_gradient_spike_alone_is_an_early_warning(norm, is_found):
     assert symptoms(both) == [("isolated loss spike", 86)], "both together are one bad batch"
 
 
+@pytest.mark.parametrize("first_rounded", [30, 90])
+def test_the_first_steps_with_rounded_matrices_are_no_spikes(first_rounded):
+    rounded = {"golf_rounded_matrices": lambda step: 9 * (step >= first_rounded)}
+    lines = log(range(1, 101), with_spikes({87, 88}), with_norms({86: 4.0, 87: 5.0}), **rounded)
+    found = [] if first_rounded == 90 else [("isolated loss spike", 87), ("gradient norm spike", 86)]
+    assert symptoms(lines) == found
+
+
 def test_repeated_spikes_are_reported_less_often():
     at = range(60, 960, 30)
     findings = diagnose(log(range(1, 1001), with_spikes(set(at))))
