@@ -114,7 +114,7 @@ def archive(
     ids = np.pad(padded, ((0, 0), (1, 0)), constant_values=start)
     say("the model's own bits")
     rows = [row[: num_tokens - lane * targets + 1] for lane, row in enumerate(ids)]
-    ideal_bytes = _bits(network, rows) / 8
+    ideal_bytes, lanes_bytes = _bits(network, rows) / 8, _bits_of_lanes(network, rows) / 8
     say("coding")
     stream = encode_tokens(network, torch.from_numpy(ids), num_tokens)
     lengths = np.array([*map(len, spellings)], "<u2").tobytes()
@@ -143,7 +143,7 @@ def archive(
         "ideal_bytes": ideal_bytes,
         "gap": len(stream) / ideal_bytes - 1,
         "lanes": lanes,
-        "lanes_bytes": _bits_of_lanes(network, rows) / 8,
+        "lanes_bytes": lanes_bytes,
         "window": config.max_position_embeddings,
         "sha256": sha256,
         "encode_seconds": coded_at - started_at,

@@ -198,6 +198,7 @@ def test_an_archive_is_one_file_that_writes_its_text_without_hfgolf(folder, hfgo
     texts[1].parent.mkdir()
     texts[1].write_text("More of it.\n")
     whole = b"".join(path.read_bytes() for path in texts)
+    monkeypatch.setattr(archive, "TOKENS_PER_LANE", 128)  # several lanes
     said = hfgolf("golf", "archive", folder, "--files", folder / "t*.txt", texts[1].parent, "--json")
     assert said.status == 0, said.err
     figures, path = json.loads(said.out), folder / "text.pyz"
@@ -205,6 +206,7 @@ def test_an_archive_is_one_file_that_writes_its_text_without_hfgolf(folder, hfgo
     assert figures["bits_per_byte"] == 8 * path.stat().st_size / len(whole)
     assert figures["parts"]["weights"] == (folder / ARTIFACT).stat().st_size
     assert figures["coded_bytes"] < 1.005 * figures["ideal_bytes"] + 8
+    assert figures["lanes"] > 2 and 0 < figures["lanes_bytes"] < 0.5 * figures["ideal_bytes"]
     assert figures["sha256"] == hashlib.sha256(whole).hexdigest()
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
