@@ -50,8 +50,8 @@ CELLS = """
     3e13   python                          128/1024 192/1024x4096
     3e13   shakespeare                     192/2048 256/1024x4096
     3e13   docstrings                      256/2048l3
-    5e13   docstrings                      192/1024x4096
     3e13   docstrings                      192/1024x4096
+    5e13   docstrings                      192/1024x4096
     5e13   docstrings python1m             256/2048
     1e14   python                          128/2048x4096 256/4096x4096 192/2048x4096
 """
