@@ -392,8 +392,9 @@ def _shrunk(
     """
     nearer, bits, prices = {}, {}, {}
     for name, one in tensors.items():
-        lowest = one.integers.min()
-        logs = np.log2(np.maximum(np.bincount((one.integers - lowest).ravel()), 1))
+        lowest, highest = int(one.integers.min(initial=0)), int(one.integers.max(initial=0))
+        counts = np.bincount((one.integers - lowest).ravel(), minlength=highest - lowest + 1)
+        logs = np.log2(np.maximum(counts, 1))
         nearer[name] = one.integers - np.sign(one.integers)
         bits[name] = logs[nearer[name] - lowest] - logs[one.integers - lowest]
         loss = np.square(one.steps().astype(np.float64))
@@ -402,7 +403,7 @@ def _shrunk(
         prices[name] = np.where(bits[name] > 0, loss / np.maximum(bits[name], 1e-9), np.inf)
     all_prices, all_bits = (np.concatenate([value.ravel() for value in one.values()]) for one in (prices, bits))
     order = np.argsort(all_prices)
-    enough = np.searchsorted(np.cumsum(all_bits[order]), 8 * num_bytes)
+    enough = int(np.searchsorted(np.cumsum(all_bits[order]), 8 * num_bytes))
     limit = all_prices[order[min(enough, len(order) - 1)]]
     return {
         name: replace(one, integers=np.where(prices[name] <= limit, nearer[name], one.integers).astype(np.int32))

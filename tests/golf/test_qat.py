@@ -9,9 +9,9 @@ from tiny_golf import measured_model
 from torch.nn import functional as F
 
 from hfgolf.golf.curvature import measure_curvature
-from hfgolf.golf.grid import entropy_bits, grid_of, round_nearest, row_codes_of
+from hfgolf.golf.grid import Quantized, entropy_bits, grid_of, round_nearest, row_codes_of
 from hfgolf.golf.hooks import Rounding, packed_codes
-from hfgolf.golf.quantize import matrices, quantize_model
+from hfgolf.golf.quantize import _shrunk, matrices, quantize_model
 
 
 class StraightThrough(torch.autograd.Function):
@@ -123,3 +123,11 @@ def test_export_keeps_the_grid_of_a_rounded_model(model, batch):
     assert f"{count:,} integers" in almost.findings[0]
     smaller = quantize_model(matrices(model), curvature, budget_bytes=size - 3000, overhead_bytes=500, size_of=size_of)
     assert smaller.size_bytes <= size - 3000 and smaller.findings == []
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_integers_of_one_sign_can_go_nearer_to_zero(sign):
+    integers = sign * np.array([[2, 1, 1, 1, 3, 2, 1, 1]] * 8, dtype=np.int32)
+    tensors = {"w": Quantized(integers, np.full(8, 190, np.uint8))}
+    shrunk = _shrunk(tensors, {}, 1.0)["w"].integers
+    assert entropy_bits(shrunk) < entropy_bits(integers) and set((np.abs(integers) - np.abs(shrunk)).flat) == {0, 1}
