@@ -396,7 +396,7 @@ def _shrunk(
         counts = np.bincount((one.integers - lowest).ravel(), minlength=highest - lowest + 1)
         logs = np.log2(np.maximum(counts, 1))
         nearer[name] = one.integers - np.sign(one.integers)
-        bits[name] = logs[nearer[name] - lowest] - logs[one.integers - lowest]
+        bits[name] = np.maximum(logs[nearer[name] - lowest] - logs[one.integers - lowest], 0)
         loss = np.square(one.steps().astype(np.float64))
         if known := curvature.get(name):
             loss = loss * known.row_weights[:, None] * np.diag(known.hessian)
