@@ -87,9 +87,7 @@ class History:
         """The last event that went back to a checkpoint."""
         self.out_of_memory: Line | None = None
         """The last "out_of_memory" event."""
-        self.begins_to_round = False
-        """Whether the latest row is the first with rounded matrices (golf.qat_fraction): they are other weights."""
-        self._is_rounded = False
+        self._is_rounded = self._begins_to_round = False
         self._consecutive_steps: set[int] = set()
         """The steps that count as consecutive to the last nonfinite one."""
         self._session_has_row = False
@@ -104,13 +102,21 @@ class History:
         """Passes over the training blocks at the last row; NaN if unknown."""
         return self._positions[-1][1] if self._positions else math.nan
 
+    @property
+    def starts_over(self) -> bool:
+        """Whether the steps before the latest line are no measure of the next ones.
+
+        The run went back to a checkpoint, or its matrices are rounded from this row on (golf.qat_fraction).
+        """
+        return self.latest is self.restore or self._begins_to_round
+
     def losses(self, after: int, up_to: float = math.inf) -> list[float]:
         """Return the finite losses of the kept steps with after < step <= up_to."""
         return [s.loss for s in self.steps if after < s.step <= up_to and math.isfinite(s.loss)]
 
     def add(self, line: Line) -> None:
         """Add the next line of metrics.jsonl."""
-        self.latest, self.new_steps, self.begins_to_round = line, [], False
+        self.latest, self.new_steps, self._begins_to_round = line, [], False
         match line.get("event"):
             case None:
                 self._add_row(line)
@@ -128,7 +134,7 @@ class History:
         self.new_steps = [Step(first + i, *pair) for i, pair in enumerate(zip(losses, grad_norms, strict=False))]
         self.steps.extend(self.new_steps)
         was_rounded, self._is_rounded = self._is_rounded, bool(row.get("golf_rounded_matrices"))
-        self.begins_to_round = self._is_rounded and not was_rounded
+        self._begins_to_round = self._is_rounded and not was_rounded
         for new in self.new_steps:
             if not math.isfinite(new.loss):
                 self._add_skip({"step": new.step})

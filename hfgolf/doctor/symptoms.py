@@ -202,7 +202,7 @@ class Spikes:
         self._count = 0
 
     def __call__(self, history: History) -> Finding | None:
-        if history.latest is history.restore or history.begins_to_round:
+        if history.starts_over:
             self._base.clear()
             self._spike = []
         findings = [self._add(step, history) for step in history.new_steps if math.isfinite(step.loss)]
@@ -240,7 +240,7 @@ class NormSpikes:
         self._count = 0
 
     def __call__(self, history: History) -> Finding | None:
-        if history.latest is history.restore or history.begins_to_round:
+        if history.starts_over:
             self._base.clear()
         findings = [self._add(step, history) for step in history.new_steps if math.isfinite(step.grad_norm)]
         return next((finding for finding in reversed(findings) if finding), None)
