@@ -63,7 +63,7 @@ def _run(arguments: list[str]) -> int | None:
         return 0
     if verb not in VERBS:
         meant = f"train {verb}" if os.path.exists(verb) else close_match(verb, VERBS)
-        advice = f"did you mean {meant}?" if meant else "`hfgolf --help` lists the commands."
+        advice = f"did you mean `hfgolf {meant}`?" if meant else "`hfgolf --help` lists the commands."
         raise UserError(f"hfgolf: there is no command {verb}; {advice}")
     as_json = "--json" in arguments
     if as_json and verb == "chat":

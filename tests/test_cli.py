@@ -103,9 +103,9 @@ def test_every_script_is_a_door_of_at_most_ten_lines_to_a_verb():
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["trian"], "error: hfgolf: there is no command trian; did you mean train?\n"),
+        (["trian"], "error: hfgolf: there is no command trian; did you mean `hfgolf train`?\n"),
         (["xyzzy"], "error: hfgolf: there is no command xyzzy; `hfgolf --help` lists the commands.\n"),
-        (["golf", "exprt"], "error: hfgolf: there is no command golf exprt; did you mean golf export?\n"),
+        (["golf", "exprt"], "error: hfgolf: there is no command golf exprt; did you mean `hfgolf golf export`?\n"),
     ],
 )
 def test_an_unknown_verb_is_one_line(hfgolf, arguments, said):

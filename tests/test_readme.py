@@ -105,7 +105,16 @@ def test_architecture_names_existing_functions_for_each_decision():
 def make(*arguments: str, **environment: str) -> str:
     """Return what make would run, had nothing been set up."""
     command = ["make", "--dry-run", "--always-make", "--no-print-directory", *arguments]
-    environment = {**os.environ, "HF_HOME": "/nowhere"} | environment
+    own = (
+        "ARGS",
+        "CONFIG",
+        "MAKEFLAGS",
+        "MFLAGS",
+        "MAKEOVERRIDES",
+        "MAKELEVEL",
+    )  # of the `make test ARGS=...` that runs these tests
+    inherited = {name: value for name, value in os.environ.items() if name not in own}
+    environment = inherited | {"HF_HOME": "/nowhere"} | environment
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True).stdout
 
 

@@ -47,7 +47,7 @@ MAX_ROWS = 8192
 """Of a layer whose output hessian is measured: 512 MiB."""
 _COUNTED_TOKENS, _COUNTED_PARTS = 2**24, 64
 _LAYERS: tuple[Any, ...] = (nn.Linear, nn.Embedding, Conv1D)
-_LOGITS_PER_PASS = 2**24  # 64 MiB in fp32, and a few times that in the backward pass
+_LOGITS_PER_PASS = 2**22  # 16 MiB in fp32, and about ten times that in the backward pass
 
 
 @dataclass(frozen=True)
