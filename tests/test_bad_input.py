@@ -80,7 +80,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--stride 8": "--stride needs --evaluation sliding or documents",
             "--evaluation sliding --drop_tail": "needs --evaluation flat",
             "--evaluation documents --stride 17": "--stride: 17 ... 1 to 16",
-            "--files short.txt --drop_tail": "nothing to score: 10 tokens, windows of 16",
+            "--files short.txt --drop_tail": "to score: 10 tokens, windows of 16; without --drop_tail, it is scored.\n",
             "--per_document --evaluation sliding": "--per_document ... leave out --evaluation.",
             "--adapt_rate 0.1 --drop_tail": "--adapt_rate scores every token",
             "--adapt_rate 0.1 --per_document": "--per_document ... leave out --adapt_rate.",

@@ -55,9 +55,10 @@ def main() -> Answer:
     name = output_dir.resolve().name if experiment is None else experiment.path.stem
     results = output_dir / name
     check_output("--output_dir", output_dir, besides=[Path(f"{results}.{kind}") for kind in ("json", "md", "png")])
-    command = shlex.join(["hfgolf", "compare", *map(str, arguments.paths), *run_options])
     margin = arguments.equivalent
-    command += "" if margin is None else f" --equivalent {margin:g}"
+    options = [] if margin is None else ["--equivalent", f"{margin:g}"]
+    options += [] if arguments.output_dir is None else ["--output_dir", str(arguments.output_dir)]
+    command = shlex.join(["hfgolf", "compare", *map(str, arguments.paths), *run_options, *options])
     if experiment is None:
         outcomes = group_by_arm([read_outcome(RunFolder(path)) for path in arguments.paths], by_name=True)
         comparison = compare_outcomes(name, command, outcomes, margin)

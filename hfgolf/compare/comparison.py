@@ -124,7 +124,7 @@ def compare_experiment(
         failures={arm: dict(by_seed) for arm, by_seed in failures.items() if by_seed},
         margin=margin,
         seconds_caveats=[caveat for caveat, holds in seconds_caveats.items() if holds],
-        caveats=_caveats(runs) + _choices(outcomes),
+        caveats=_caveats(runs) + _choices(outcomes) + _unpaired(outcomes, baseline),
         hardware=hardware,
         packages=_distinct(run.metadata["packages"] for run in runs),
         commits=_distinct(run.metadata["commit"] for run in runs),
@@ -157,6 +157,20 @@ def _choices(outcomes: Outcomes) -> list[str]:
         differing = [key for key in chosen if any(config.get(key) != configs[0].get(key) for config in configs)]
         if differing:
             caveats.append(f"the runs of {arm} differ in {join_words(differing, maximum=3)}, which each start chose")
+    return caveats
+
+
+def _unpaired(outcomes: Outcomes, baseline: str) -> list[str]:
+    """Say which arms have other seeds than the baseline: differences are of shared seeds, means of all."""
+    caveats, of_baseline = [], outcomes.get(baseline, {}).keys()
+    for arm, by_seed in outcomes.items():
+        if not of_baseline or not by_seed or by_seed.keys() == of_baseline:
+            continue
+        if shared := sorted(by_seed.keys() & of_baseline):
+            seeds = f"{'seed' if len(shared) == 1 else 'seeds'} {join_words(shared)}"
+            caveats.append(f"{arm} and {baseline} share {seeds} only: their difference is of these, their means of all")
+        else:
+            caveats.append(f"{arm} and {baseline} share no seed, so there is no difference between them")
     return caveats
 
 

@@ -266,6 +266,8 @@ def find_paths(name: str, key: str) -> tuple[list[str], bool]:
         meant = close_match(rest, beside, likeness=0.6)  # of "german texts", `german` is near enough
         likely = f"; did you mean {shlex.quote(os.path.join(folder, meant))}?" if meant else "."
         advice = "give a file, a folder, a glob or a URL"
+        if max(map(len, name.split(os.sep))) > 255 or "\n" in name:  # hardly a name
+            raise UserError(f"{key}: {name[:40]!r}... is no file; hfgolf.fit takes texts as data=[...].")
         raise UserError(f"{key}: no file matches {name!r} (in {Path.cwd()}); {advice}{likely}")
     return paths, True
 

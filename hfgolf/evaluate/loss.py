@@ -87,7 +87,8 @@ def plan_evaluation(
     try:
         plan = plan_windows(mode, len(tokens), length, stride, separators, drop_tail, num_skipped)
     except ValueError as error:
-        raise UserError(f"Evaluation {mode}: {error}.") from None
+        advice = "; without --drop_tail, it is scored" if drop_tail and len(tokens) > 1 else ""
+        raise UserError(f"Evaluation {mode}: {error}{advice}.") from None
     if plan.tail == "scored":
         return plan, evaluation_extent(stream)[1]
     first, last = int(plan.windows[0, 1]), int(plan.windows[-1, 2])

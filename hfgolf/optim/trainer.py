@@ -69,4 +69,6 @@ def _build(model: PreTrainedModel, args: TrainingArguments, settings: dict[str, 
     if not is_known or any(is_sharded(parameter) for parameter in model.parameters()):
         how = "a model that was sharded before" if is_known else "FSDP1" if kind == DistributedType.FSDP else kind.value
         raise UserError(f"muon_for_trainer: no Muon with {how}; train in one process, or several with DDP or FSDP2.")
-    return build_optimizer(model.named_parameters(), _optim_section(args, settings), **layout(model))
+    optimizer = build_optimizer(model.named_parameters(), _optim_section(args, settings), **layout(model))
+    optimizer.defaults["lr"] = args.learning_rate  # schedules with a floor (min_lr, lr_end) divide it by this
+    return optimizer

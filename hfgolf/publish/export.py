@@ -89,7 +89,10 @@ def _generation_config(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBas
     They set a length only if there is a hard limit: max_new_tokens would override the caller's max_length.
     """
     eos, stops = tokenizer.eos_token_id, stop_ids(tokenizer)
+    # beside this file, generate() does not ask config.json
+    no_cache = {"use_cache": False} if getattr(model.config, "use_cache", None) is False else {}
     return GenerationConfig(
+        **no_cache,
         bos_token_id=text_start(tokenizer)[0],
         eos_token_id=stops if len(stops) > 1 else eos,
         pad_token_id=eos,

@@ -118,6 +118,8 @@ def usage(model: PreTrainedModel, location: str, is_chat: bool, has_gguf: bool =
 
     is_chat: it was trained on conversations. has_gguf: it can be written as GGUF.
     """
+    from hfgolf.publish.native import has_native  # late: it imports seven architectures
+
     config: Any = model.config
     linear = [name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Linear | Conv1D)]
     limit = position_limit(model)
@@ -127,6 +129,7 @@ def usage(model: PreTrainedModel, location: str, is_chat: bool, has_gguf: bool =
         is_limited=limit is not None,
         num_tokens=limit or getattr(config, "max_position_embeddings", None),
         targets=json.dumps([name for name in dict.fromkeys(linear) if name != "lm_head"]),
+        has_native=has_native(model),
         has_gguf=has_gguf,
         chat_section=CHAT_SECTION if is_chat else None,
         made_from=getattr(config, "golf", None),

@@ -172,6 +172,11 @@ def find_architecture(config: GolfConfig) -> Architecture:
     )
 
 
+def has_native(model: PreTrainedModel) -> bool:
+    """Return whether some architecture computes what a Golf model does."""
+    return isinstance(model, GolfForCausalLM) and not all(_misfits(model.config, row) for row in ARCHITECTURES)
+
+
 def _misfits(config: GolfConfig, row: Architecture) -> list[str]:
     """Return each field whose value an architecture does not have, with what it has instead."""
     found = []

@@ -111,6 +111,15 @@ def test_failed_arms_are_reported(experiment, outcomes):
         compare_experiment(experiment, "", nothing, all_failed)
 
 
+def test_a_page_says_which_seeds_differences_are_of(experiment, outcomes):
+    said = to_markdown(compare_experiment(experiment, "", outcomes, no_failures(outcomes)))
+    assert "Note: muon[learning_rate=0.04] and adamw share seeds 1, 2 only: their difference is of these" in said
+    assert said.count("share") == 1
+    others = {arm: {seed + 6 * (arm != "adamw"): run for seed, run in runs.items()} for arm, runs in outcomes.items()}
+    said = to_markdown(compare_experiment(experiment, "", others, no_failures(others)))
+    assert said.count("and adamw share no seed, so there is no difference between them.") == 3
+
+
 def test_page_lists_caveats(outcome):
     metadata = outcome(1, 2.0).metadata
     runs = {

@@ -123,6 +123,19 @@ def test_names_decide_the_rule_and_weight_decay_is_trainers(name, tmp_path):
     assert {group["weight_decay"] for group in groups} == {0.1, 0.0}
 
 
+@pytest.mark.parametrize(
+    ("name", "floor"),
+    [("cosine_with_min_lr", "min_lr"), ("polynomial", "lr_end"), ("cosine_warmup_with_min_lr", "min_lr")],
+)
+def test_a_floor_of_the_schedule_is_that_of_trainers_rate(name, floor, tmp_path):
+    """Every rate, also one that is stated, ends at the share at which AdamW's ends."""
+    args = arguments(tmp_path, learning_rate=0.05, lr_scheduler_type=name, lr_scheduler_kwargs={floor: 0.005})
+    adamw = trained("llama", args, optimizer="adamw").optimizer.param_groups[0]["lr"] / 0.05
+    groups = trained("llama", args, adamw_learning_rate=0.002).optimizer.param_groups
+    assert adamw < 1 and {group["initial_lr"] for group in groups} == {0.05, 0.002}
+    assert [group["lr"] / group["initial_lr"] for group in groups] == pytest.approx([adamw] * len(groups))
+
+
 def test_a_resume_gives_the_same_bits_with_the_schedule_of_every_group(tmp_path):
     """GPT-2 has dropout. Warmup, decay, accumulation, clipping and bf16 are on."""
     options = {"max_steps": 6, "warmup_steps": 2, "lr_scheduler_type": "cosine", "gradient_accumulation_steps": 2}

@@ -12,6 +12,7 @@ from tiny_export import build_tiny, contents
 from transformers import AutoTokenizer
 
 from hfgolf.evaluate.sample import generate_text
+from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.export import export_model
 from hfgolf.publish.hub import exported_files, with_current_code
 from hfgolf.publish.load import load_exported
@@ -70,6 +71,20 @@ def test_exported_folder_is_complete_and_readable(exported):
     generation = json.loads((exported / "generation_config.json").read_text())
     assert (generation["eos_token_id"], generation["pad_token_id"], generation["do_sample"]) == (256, 256, True)
     assert AutoTokenizer.from_pretrained(exported).model_max_length == 32
+
+
+@pytest.mark.parametrize(
+    "switches", [{}, {"smear_gate": 12}, {"bigram_buckets": 8}, {"attention_span": "document"}], ids=str
+)
+def test_an_exported_folder_writes_text_with_its_own_settings(tmp_path, switches):
+    """generate() takes use_cache from generation_config.json alone; without it, some switches fail."""
+    model, tokenizer = build_tiny(**switches)
+    export_model(model, tokenizer, tmp_path / "model", "a card")
+    loaded = GolfForCausalLM.from_pretrained(tmp_path / "model")
+    ids, greedy = torch.tensor([[5]]), {"max_new_tokens": 3, "do_sample": False}
+    expected = model.generate(ids, **greedy, use_cache=False, pad_token_id=256)
+    assert torch.equal(loaded.generate(ids, **greedy), expected)
+    assert loaded.generation_config.use_cache is (False if switches else None)
 
 
 def test_second_export_replaces_the_whole_folder(exported):

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from tiny_export import SUMMARY, card_of
+from tiny_export import SUMMARY, build_tiny, card_of
 
 from hfgolf.config.parse import load_config
 from hfgolf.config.sections import DataSection, RunConfig
 from hfgolf.publish.hub import set_location
-from hfgolf.publish.model_card import add_task_results
+from hfgolf.publish.model_card import add_task_results, usage
 
 
 def test_metadata_has_the_fields_the_hub_indexes(exported):
@@ -141,6 +141,12 @@ def test_card_says_which_weights_training_began_with(tiny_config, revision, sent
     assert sentence in card and data.get("base_model") == base_model
     assert data.get("base_model_relation") == (base_model and "finetune")
     assert "trained from scratch on" in card_of(tiny_config, SUMMARY)
+
+
+@pytest.mark.parametrize(("switches", "advice"), [({}, "--to native"), ({"smear_gate": 12}, "cannot run it")])
+def test_a_card_advises_only_exports_that_exist(switches, advice):
+    text = usage(build_tiny(**switches)[0], "user/name", is_chat=False)
+    assert advice in text and ("--to native" in text) == (not switches)
 
 
 def test_results_of_tasks_go_only_into_a_valid_card_of_ours(tiny_config, tmp_path):
