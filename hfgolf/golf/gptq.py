@@ -1,9 +1,16 @@
-"""Round one matrix with error feedback (GPTQ: Frantar et al. 2022, arXiv:2210.17323).
+"""Round one matrix with error feedback (GPTQ: Frantar et al. 2022, arXiv:2210.17323), then by coordinate descent.
 
 Columns are rounded one after the other. Each one's error is passed on to the columns that are still to come, along the
 layer's input Hessian, so that the layer's outputs change least. With a Hessian of the outputs, too, it is also passed
 on to the rows that are still to come, so that the loss changes least: what one output makes worse, others make up for
-(YAQA: Tseng et al. 2025, arXiv:2505.22988). Does not know which matrix it is, or which grid to use.
+(YAQA: Tseng et al. 2025, arXiv:2505.22988).
+
+Feedback corrects later columns only, so an early one is never reconsidered. Afterwards, coordinate descent changes one
+integer at a time where that lowers the same loss further (QuantEase: Behdin et al. 2023, arXiv:2309.01885). The loss is
+sum(E * (A E B)): E are the errors of the weights (rows, columns), A and B the damped Hessians of the outputs and the
+inputs. Without a Hessian of the outputs, A is the identity: rows are independent.
+
+Does not know which matrix it is, or which grid to use.
 """
 
 from __future__ import annotations
@@ -17,19 +24,24 @@ from hfgolf.golf.grid import MAX_INTEGER, Quantized
 
 _BLOCK = 128  # columns whose errors are passed on inside the block first, and to all later columns by one product
 _ROWS = 64  # the same of rows
+_SWEEPS = 3  # of coordinate descent over the columns
+_LEAST_GAIN = 1e-6  # of a change in a column whose rows depend on each other, as a share of the mean loss per weight
 
 
 @dataclass(frozen=True)
 class Feedback:
-    """How errors are passed on.
+    """How errors are passed on, and what they cost.
 
     order: (columns,) the columns as they are rounded, by descending diagonal of the hessian. upper: (columns, columns),
-    in that order: the upper Cholesky factor U of the inverse of the damped hessian, which is U^T U. rows: the same of
-    rows; None: they get no errors of each other.
+    in that order: the upper Cholesky factor U of the inverse of the damped hessian, which is U^T U. hessian: (columns,
+    columns) as it was measured, in its own order. added: to its diagonal, by damping. rows: the same of rows; None:
+    they get no errors of each other.
     """
 
     order: NDArray[np.intp]
     upper: NDArray[np.float64]
+    hessian: NDArray[np.float64]
+    added: float
     rows: Feedback | None = None
 
     def weights(self) -> NDArray[np.float64]:
@@ -37,6 +49,16 @@ class Feedback:
         weights = np.empty(len(self.order))
         weights[self.order] = np.diag(self.upper) ** -2.0
         return weights
+
+    def diagonal(self) -> NDArray[np.float64]:
+        """Return the diagonal of the damped hessian, (columns,)."""
+        return np.diag(self.hessian) + self.added
+
+    def times(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the damped hessian times values (columns, any)."""
+        product = self.hessian @ values
+        product += self.added * values
+        return product
 
 
 def error_feedback(hessian: NDArray[np.float64], damping: float = 0.01) -> Feedback:
@@ -48,11 +70,11 @@ def error_feedback(hessian: NDArray[np.float64], damping: float = 0.01) -> Feedb
     diagonal = np.diag(hessian)
     order = np.argsort(-diagonal, kind="stable")
     mean = float(diagonal.mean())
-    damped = hessian + damping * mean * np.eye(len(hessian)) if mean > 0 else np.eye(len(hessian))
-    damped = damped[np.ix_(order, order)]
+    added = damping * mean if mean > 0 else 1.0
+    damped = (hessian + added * np.eye(len(hessian)))[np.ix_(order, order)]
     # inv(H) = U^T U means H = R R^T with R = inv(U), upper triangular: the Cholesky factor of H turned by 180 degrees.
     inverse_upper = np.linalg.cholesky(damped[::-1, ::-1])[::-1, ::-1]
-    return Feedback(order, np.triu(np.linalg.inv(inverse_upper)))
+    return Feedback(order, np.triu(np.linalg.inv(inverse_upper)), hessian, added)
 
 
 def round_with_feedback(
@@ -61,9 +83,22 @@ def round_with_feedback(
     column_codes: NDArray[np.int8] | None,
     feedback: Feedback,
 ) -> Quantized:
-    """Round a matrix (rows, columns) to its grid, in fp64."""
-    if feedback.rows is not None:
-        return _round_both_ways(weight, row_codes, column_codes, feedback, feedback.rows)
+    """Round a matrix (rows, columns) to its grid, in fp64: with feedback, then by coordinate descent."""
+    if feedback.rows is None:
+        grid = _round_columns(weight, row_codes, column_codes, feedback)
+    else:
+        grid = _round_both_ways(weight, row_codes, column_codes, feedback, feedback.rows)
+    _descend(grid, weight, feedback)
+    return grid
+
+
+def _round_columns(
+    weight: NDArray[np.floating],
+    row_codes: NDArray[np.uint8],
+    column_codes: NDArray[np.int8] | None,
+    feedback: Feedback,
+) -> Quantized:
+    """Round with feedback to later columns, in blocks of them."""
     order, upper = feedback.order, feedback.upper
     rows, columns = weight.shape
     grid = Quantized(np.empty((rows, columns), dtype=np.int32), row_codes, column_codes)
@@ -138,3 +173,105 @@ def _round_block(
         left[first:stop, across.start :] -= own_error[:, None] * to_columns[across, across.start :][::-1]
         above[:, across] -= (to_rows[first:stop].T * error)[:, ::-1]
     return integers, errors, own_errors
+
+
+def _descend(grid: Quantized, weight: NDArray[np.floating], feedback: Feedback) -> None:
+    """Lower the loss (see the module) by changes of single integers, in place, in up to _SWEEPS over the columns."""
+    steps = np.broadcast_to(grid.steps(), weight.shape)
+    for _ in range(_SWEEPS):
+        errors = np.multiply(grid.integers, steps, dtype=np.float64)
+        errors -= weight
+        slopes, loss = _slopes(errors, feedback)
+        del errors  # of the size of slopes
+        if not loss > 0 or not _sweep(grid.integers, steps, slopes, feedback, _LEAST_GAIN * loss / weight.size):
+            break
+
+
+def _slopes(errors: NDArray[np.float64], feedback: Feedback) -> tuple[NDArray[np.float64], float]:
+    """Return half the slope of the loss along each weight, transposed, (columns, rows), and the loss.
+
+    errors: (rows, columns). Half the slope is A E B.
+    """
+    by_output = errors if feedback.rows is None else feedback.rows.times(errors)
+    slopes = feedback.times(by_output.T)
+    return slopes, float(np.einsum("rc,cr->", errors, slopes))
+
+
+def _sweep(
+    integers: NDArray[np.int32],
+    steps: NDArray[np.float32],
+    slopes: NDArray[np.float64],
+    feedback: Feedback,
+    least_gain: float,
+) -> bool:
+    """Change integers (rows, columns), column after column, in place. Return whether any has changed.
+
+    slopes: (columns, rows), from _slopes; those of a block's columns learn of changes in the block when their turn
+    comes, those of later columns by one product, in place.
+    """
+    hessian, rows, diagonal = feedback.hessian, feedback.rows, feedback.diagonal()
+    any_changed = False
+    for start in range(0, len(slopes), _BLOCK):
+        stop = min(start + _BLOCK, len(slopes))
+        moves = np.zeros((stop - start, slopes.shape[1]))  # of the block's weights, times A
+        for j in range(start, stop):
+            slope = slopes[j] + hessian[j, start:j] @ moves[: j - start]
+            step = steps[:, j].astype(np.float64)
+            if rows is None:
+                changes = _best_changes(slope, step, integers[:, j], diagonal[j])
+            else:
+                changes = _changes_in_turn(slope, step, integers[:, j], diagonal[j], rows, least_gain)
+            changed = np.flatnonzero(changes)
+            if len(changed):
+                any_changed = True
+                integers[changed, j] += changes[changed].astype(np.int32)
+                moved = changes * step
+                moves[j - start] = moved if rows is None else _sparse_times(rows, moved, changed)
+        slopes[stop:] += hessian[stop:, start:stop] @ moves
+    return any_changed
+
+
+def _best_changes(
+    slope: NDArray[np.float64],
+    step: NDArray[np.float64],
+    integers: NDArray[np.int32] | NDArray[np.float64],
+    curvature: NDArray[np.float64] | float,
+) -> NDArray[np.float64]:
+    """Return the whole change of each integer of a column (rows,) that lowers the loss most if no other changes.
+
+    slope, step, integers: (rows,). curvature: of the loss along the weights, half of it like slope; (rows,) or of all.
+    """
+    changes = np.rint(-slope / (curvature * step))
+    return np.clip(changes, -MAX_INTEGER - integers, MAX_INTEGER - integers)
+
+
+def _changes_in_turn(
+    slope: NDArray[np.float64],
+    step: NDArray[np.float64],
+    integers: NDArray[np.int32],
+    of_column: float,
+    rows: Feedback,
+    least_gain: float,
+) -> NDArray[np.float64]:
+    """Return changes of a column's integers (rows,), made one after the other: the one that lowers the loss most first.
+
+    slope, step, integers: (rows,). of_column: the diagonal of the columns' damped hessian there.
+    """
+    curvature = rows.diagonal() * of_column
+    slope, current = slope.copy(), integers.astype(np.float64)
+    while True:
+        moved = _best_changes(slope, step, current, curvature) * step
+        gains = -moved * (2 * slope + moved * curvature)
+        row = int(gains.argmax())
+        if not gains[row] > least_gain:  # nor if it is not a number
+            return current - integers
+        current[row] += np.rint(moved[row] / step[row])
+        slope += rows.hessian[row] * (moved[row] * of_column)
+        slope[row] += rows.added * moved[row] * of_column
+
+
+def _sparse_times(rows: Feedback, moved: NDArray[np.float64], changed: NDArray[np.intp]) -> NDArray[np.float64]:
+    """Return the damped hessian of rows times moved (rows,), which is zero but at changed."""
+    product = moved[changed] @ rows.hessian[changed]
+    product[changed] += rows.added * moved[changed]
+    return product

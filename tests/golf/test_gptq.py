@@ -1,4 +1,7 @@
-"""Rounding with error feedback against a direct implementation, nearest rounding, and cases without feedback."""
+"""Rounding with error feedback against a direct implementation, nearest rounding, and cases without feedback.
+
+Coordinate descent against a plain implementation, brute force, and rounding without it.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from hfgolf.golf import gptq
 from hfgolf.golf.gptq import error_feedback, round_with_feedback
-from hfgolf.golf.grid import round_nearest, row_codes_of
+from hfgolf.golf.grid import MAX_INTEGER, round_nearest, row_codes_of
+
+
+@pytest.fixture
+def sweeps(monkeypatch):
+    """Set how often coordinate descent goes over the columns: feedback alone with 0."""
+    return lambda number: monkeypatch.setattr(gptq, "_SWEEPS", number)
 
 
 def correlated(generator, columns, samples=None):
@@ -33,7 +43,8 @@ def direct(weight, steps, hessian, damping):
 
 
 @pytest.mark.parametrize(("rows", "columns", "has_columns"), [(5, 7, False), (16, 40, True), (8, 150, False)])
-def test_gptq_equals_the_direct_implementation(rows, columns, has_columns):
+def test_gptq_equals_the_direct_implementation(rows, columns, has_columns, sweeps):
+    sweeps(0)
     generator = np.random.default_rng(columns)
     weight = generator.standard_normal((rows, columns)).astype(np.float32)
     hessian = correlated(generator, columns)
@@ -91,7 +102,8 @@ def direct_both_ways(weight, steps, columns, rows):
     ("rows", "columns", "has_columns"),
     [(5, 7, False), (70, 13, True), (70, 140, False), (150, 9, False), (1, 6, False), (6, 1, False)],
 )
-def test_feedback_both_ways_equals_the_direct_implementation(rows, columns, has_columns):
+def test_feedback_both_ways_equals_the_direct_implementation(rows, columns, has_columns, sweeps):
+    sweeps(0)
     generator = np.random.default_rng(rows)
     weight = generator.standard_normal((rows, columns)).astype(np.float32)
     row_codes = row_codes_of(generator.uniform(0.2, 0.6, rows))
@@ -103,7 +115,9 @@ def test_feedback_both_ways_equals_the_direct_implementation(rows, columns, has_
     np.testing.assert_array_equal(rounded.integers, direct_both_ways(weight, steps, feedback, of_rows))
 
 
-def test_feedback_to_rows_lowers_the_loss_of_correlated_outputs():
+@pytest.mark.parametrize("number", [0, 3])
+def test_feedback_to_rows_lowers_the_loss_of_correlated_outputs(number, sweeps):
+    sweeps(number)
     generator = np.random.default_rng(4)
     ratios = []
     for _ in range(50):
@@ -118,7 +132,9 @@ def test_feedback_to_rows_lowers_the_loss_of_correlated_outputs():
     assert np.mean(ratios) < 0.6
 
 
-def test_uncorrelated_outputs_get_no_feedback():
+@pytest.mark.parametrize("number", [0, 3])
+def test_uncorrelated_outputs_get_no_feedback(number, sweeps):
+    sweeps(number)
     generator = np.random.default_rng(5)
     weight, codes = generator.standard_normal((80, 30)).astype(np.float32), row_codes_of(np.full(80, 0.4))
     columns = error_feedback(correlated(generator, 30))
@@ -126,3 +142,126 @@ def test_uncorrelated_outputs_get_no_feedback():
     for of_outputs in (np.eye(80), np.diag(np.linspace(3, 0, 80)), np.zeros((80, 80))):
         rounded = round_with_feedback(weight, codes, None, replace(columns, rows=error_feedback(of_outputs)))
         np.testing.assert_array_equal(rounded.integers, expected)
+
+
+def case(seed, rows, columns, both_ways, has_columns=False, step=0.5):
+    """Return the arguments of round_with_feedback for a random matrix with correlated inputs, and outputs if wanted."""
+    generator = np.random.default_rng(seed)
+    weight = generator.standard_normal((rows, columns)).astype(np.float32)
+    row_codes = row_codes_of(step * generator.uniform(0.5, 1.5, rows))
+    column_codes = generator.integers(-8, 8, columns).astype(np.int8) if has_columns else None
+    of_rows = error_feedback(correlated(generator, rows), 0.1) if both_ways else None
+    return weight, row_codes, column_codes, replace(error_feedback(correlated(generator, columns), 0.05), rows=of_rows)
+
+
+def damped_hessians(weight, feedback):
+    """Return A (rows, rows) and B (columns, columns), recovered from the factors that errors are passed on with."""
+    both = []
+    for side in (feedback.rows, feedback):
+        if side is None:
+            both.append(np.eye(len(weight)))
+            continue
+        damped = np.empty_like(side.upper)
+        damped[np.ix_(side.order, side.order)] = np.linalg.inv(side.upper.T @ side.upper)
+        both.append(damped)
+    return both
+
+
+def loss_of(integers, steps, weight, feedback):
+    of_rows, of_columns = damped_hessians(weight, feedback)
+    error = integers * steps.astype(np.float64) - weight
+    return float((error * (of_rows @ error @ of_columns)).sum())
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+@pytest.mark.parametrize(
+    ("rows", "columns", "has_columns"), [(12, 24, False), (20, 150, True), (1, 9, False), (9, 1, True)]
+)
+def test_descent_lowers_the_loss(rows, columns, has_columns, both_ways, sweeps):
+    for seed in range(5):
+        arguments = case(seed, rows, columns, both_ways, has_columns)
+        losses = []
+        for number in (0, 1, 3):
+            sweeps(number)
+            rounded = round_with_feedback(*arguments)
+            losses.append(loss_of(rounded.integers, rounded.steps(), arguments[0], arguments[-1]))
+        assert losses[2] <= losses[1] * (1 + 1e-9) and losses[1] <= losses[0] * (1 + 1e-9)
+        if min(rows, columns) > 1:
+            assert losses[2] < 0.9999 * losses[0]
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_after_descent_no_single_change_lowers_the_loss(both_ways, sweeps):
+    sweeps(50)
+    for seed in range(10):
+        arguments = case(seed, 6, 5, both_ways, seed % 2 == 1)
+        rounded = round_with_feedback(*arguments)
+        least = loss_of(rounded.integers, rounded.steps(), arguments[0], arguments[-1])
+        for place in np.ndindex(6, 5):
+            for change in (-1, 1):
+                integers = rounded.integers.copy()
+                integers[place] += change
+                loss = loss_of(integers, rounded.steps(), arguments[0], arguments[-1])
+                assert loss > least * (1 - 1e-6 / 30 - 1e-9)
+
+
+def plain_descent(integers, steps, weight, feedback, sweeps):
+    """Descend with the slopes of all weights computed anew after each change."""
+    of_rows, of_columns = damped_hessians(weight, feedback)
+    integers, steps = integers.copy(), np.broadcast_to(steps, weight.shape).astype(np.float64)
+
+    def slopes():
+        return of_rows @ (integers * steps - weight) @ of_columns
+
+    for _ in range(sweeps):
+        least_gain = 1e-6 * ((integers * steps - weight) * slopes()).mean()
+        for j in range(weight.shape[1]):
+            curvature = np.diag(of_rows) * of_columns[j, j]
+            while True:
+                slope = slopes()[:, j]
+                changes = np.rint(-slope / (curvature * steps[:, j])).astype(np.int32)
+                moved = changes * steps[:, j]
+                gains = -moved * (2 * slope + moved * curvature)
+                if feedback.rows is None:
+                    integers[:, j] += changes
+                    break
+                if gains.max() <= least_gain:
+                    break
+                integers[gains.argmax(), j] += changes[gains.argmax()]
+    return integers
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+@pytest.mark.parametrize(("rows", "columns", "has_columns"), [(10, 20, True), (30, 300, False), (150, 140, True)])
+def test_descent_equals_the_plain_implementation(rows, columns, has_columns, both_ways, sweeps):
+    weight, row_codes, column_codes, feedback = case(rows, rows, columns, both_ways, has_columns)
+    sweeps(0)
+    before = round_with_feedback(weight, row_codes, column_codes, feedback)
+    sweeps(2)
+    after = round_with_feedback(weight, row_codes, column_codes, feedback)
+    expected = plain_descent(before.integers, before.steps(), weight, feedback, 2)
+    assert (expected != before.integers).any()
+    np.testing.assert_array_equal(after.integers, expected)
+
+
+@pytest.mark.parametrize("both_ways", [False, True])
+def test_descent_stays_within_the_alphabet(both_ways, sweeps):
+    weight, row_codes, _, feedback = case(8, 30, 40, both_ways, step=2.5 / MAX_INTEGER)
+    integers = []
+    for number in (0, 3):
+        sweeps(number)
+        integers.append(round_with_feedback(weight, row_codes, None, feedback).integers)
+    assert (integers[0] != integers[1]).any()
+    for each in integers:
+        assert np.abs(each).max() == MAX_INTEGER
+
+
+def test_descent_without_any_input_or_gradient_rounds_to_nearest():
+    weight, codes = np.random.default_rng(9).standard_normal((7, 11)).astype(np.float32), row_codes_of(np.full(7, 0.3))
+    columns, rows = error_feedback(np.zeros((11, 11))), error_feedback(np.zeros((7, 7)))
+    nearest = round_nearest(weight, codes)
+    for feedback in (columns, replace(columns, rows=rows)):
+        np.testing.assert_array_equal(round_with_feedback(weight, codes, None, feedback).integers, nearest.integers)
+    on_the_grid = nearest.dequantized()
+    rounded = round_with_feedback(on_the_grid, codes, None, replace(columns, rows=rows))
+    np.testing.assert_array_equal(rounded.integers, nearest.integers)
