@@ -1,10 +1,12 @@
-"""What error feedback costs and saves at equal bytes: none, to later columns (GPTQ), to later rows as well.
+"""What error feedback and coordinate descent cost and save at equal bytes.
 
     python benchmarks/experiments/golf_rounding.py --run runs/small --budgets 1800000 1200000 800000
 
-Rounds the weights of a run to each budget in each way, and scores them on the whole validation part in flat windows, as
-an export does. "added" is what rounding adds to the loss of the float weights, in nats per token. Adds a row for each
-to golf_rounding.jsonl in results/. Losses don't depend on the machine or on its load; seconds do.
+Rounds the weights of a run to each budget in each way: to the nearest; with errors passed on to later columns (GPTQ);
+and to later rows (feedback); and by coordinate descent after that, as an export does (rows). Scores them on the whole
+validation part in flat windows, as an export does. "added" is what rounding adds to the loss of the float weights, in
+nats per token. Adds a row for each to golf_rounding.jsonl in results/. Losses don't depend on the machine or on its
+load; seconds do.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 
 from golf_export import Scorer, Weights
 
+from hfgolf.golf import gptq
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.export import curvature_of
 from hfgolf.golf.quantize import matrices, quantize_model
@@ -25,7 +28,8 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train.console import quiet_libraries
 
 RESULTS = Path(__file__).parent / "results" / "golf_rounding.jsonl"
-ARMS = ("nearest", "columns", "rows")
+ARMS = ("nearest", "columns", "feedback", "rows")
+SWEEPS = gptq._SWEEPS
 
 
 def main() -> None:
@@ -53,10 +57,11 @@ def main() -> None:
     print(f"{'bytes':>10}{'arm':>10}{'added':>9}{'predicted':>11}{'seconds':>9}")
     for budget in arguments.budgets:
         for arm in arguments.arms:
+            gptq._SWEEPS = SWEEPS if arm == "rows" else 0
             begun_at = time.perf_counter()
             found = quantize_model(
                 weights,
-                curvature if arm == "rows" else one_sided,
+                curvature if arm in ("feedback", "rows") else one_sided,
                 budget_bytes=budget,
                 overhead_bytes=0,
                 size_of=lambda on_grids: len(encode(on_grids).data),

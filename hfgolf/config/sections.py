@@ -845,7 +845,8 @@ class GolfSection(Section, frozen=True):
     """What counts toward the budget. challenge: the program and the weights; everything: also the packed tokenizer and
     config."""
     method: Literal["gptq", "nearest"] = "gptq"
-    """gptq: pass the error of each rounded weight on to the columns and rows that follow; nearest: don't."""
+    """gptq: pass the error of each rounded weight on to the columns and rows that follow, then change integers one at a
+    time where that lowers the loss; nearest: neither."""
     allocation: Literal["curvature", "sdclip", "uniform"] = "curvature"
     """Steps of the grid. curvature: finer if the loss is more sensitive; sdclip: proportional to the row's standard
     deviation; uniform: the same for all weights."""
