@@ -373,7 +373,9 @@ def _cells(reader: Any, path: Path, column: Column, has_header: bool, advice: st
     if column.find(header) is None:
         _, example = next(rows, first)
         longest = max(range(min(len(header), len(example))), key=lambda place: len(example[place]))
-        is_name = _listed([name := header[longest]]) == name
+        alike = [name for name in header if name.strip().casefold() == column.name.casefold()]
+        name = (alike or [header[longest]])[0]
+        is_name = bool(alike) or _listed([name]) == name
         option = f", as in --data.{column.key} {shlex.quote(name) if is_name else longest}"
         raise NoColumnError(
             f"{path} has no column {column.name!r}; its first line holds {_listed(header)}. If that is the header, set"

@@ -110,6 +110,12 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.csv", "Once upon a time,pos\nThere was,neg\n", "no header, set it to the column's number, from 0."),
         ("t.csv", f"{'long ' * 999},b\n", "its first line holds 'long long l"),
         ("t.csv", f"b,{'long ' * 99}\nb,{'long ' * 99}\n", "number, from 0, as in --data.text_column 1."),
+        (
+            "t.csv",
+            "id, text\n1, hello\n",
+            "one of them, as in --data.text_column ' text'; if there is no header, set it",
+        ),
+        ("t.csv", "Text,other\na,a long one\n", "one of them, as in --data.text_column Text; if there is no header"),
         ("t.csv", "Review text,b\na long review,b\n", "one of them, as in --data.text_column 'Review text'; if there"),
         (
             "t.csv",
