@@ -36,7 +36,17 @@ from hfgolf.data.files import (
     optional_kinds,
     require_text,
 )
-from hfgolf.data.tables import BINARY_TABLES, TABLES, TEXT_TABLES, Answer, Column, NoColumnError, Row, row_name
+from hfgolf.data.tables import (
+    BINARY_TABLES,
+    ROWS_WITHOUT_COLUMN,
+    TABLES,
+    TEXT_TABLES,
+    Answer,
+    Column,
+    NoColumnError,
+    Row,
+    row_name,
+)
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import first_line, join_words, one_line, shortened
 
@@ -482,20 +492,29 @@ def _other_column(value: Any) -> str:
 def _documents(rows: Iterator[Row], file: SourceFile, data: DataSection) -> Iterator[Document]:
     """Yield each row as a document named `name#row`: blocks of text, ids or messages. Skips empty and null rows."""
     row, column = 0, content_column(data)
+    stray: UserError | None = None
+    is_found = False
     kind, name, read = _CONTENTS[column.key]
     try:
         for line, value, steps in rows:
             try:
-                for step in steps:
-                    value = _inner(value, step)
+                value = _inner(value, steps)
+                is_found |= value is not None
                 if not isinstance(value, kind | None):
                     raise ValueError(f"holds {_described(value)}, not {name}{_other_column(value)}")
                 content = None if value is None else read(value)
             except ValueError as error:
-                raise UserError(f"{row_name(file.path, row, line)}: {column.name!r} {error}.") from None
+                problem = UserError(f"{row_name(file.path, row, line)}: {column.name!r} {error}.")
+                if not isinstance(error, _NoKeyError):
+                    raise problem from None
+                stray, content = stray or problem, None
+            if stray and not is_found and row == ROWS_WITHOUT_COLUMN:
+                break
             if content:
                 yield f"{file.name}#{row}", file.split, content
             row += 1
+        if stray and not is_found:
+            raise stray
     except UserError:
         raise
     except Exception as error:  # what pyarrow and `datasets` raise for broken data depends on the format
@@ -504,19 +523,27 @@ def _documents(rows: Iterator[Row], file: SourceFile, data: DataSection) -> Iter
         raise UserError(f"{file.path} cannot be read near row {row} ({reason}); check the {where}.") from error
 
 
-def _inner(value: Any, step: str) -> Any:
-    """Return what a step of a.b.0 leads to: a dict's value, or a list's item. None if a row has none."""
-    if value is None:
-        return None
-    if isinstance(value, dict) and step in value:
-        return value[step]
-    if isinstance(value, list) and step.isdecimal():
-        return value[int(step)] if int(step) < len(value) else None
-    raise ValueError(f"leads nowhere: there is no {step!r} in {_described(value)}")
+class _NoKeyError(ValueError):
+    """A dict with other keys than a step of a.b.0."""
+
+
+def _inner(value: Any, steps: list[str]) -> Any:
+    """Return what the steps of a.b.0 lead to, each to a dict's value or a list's item. None if a row has none."""
+    for step in steps:
+        if value is None or value == {}:
+            return None
+        if isinstance(value, list) and step.isdecimal():
+            value = value[int(step)] if int(step) < len(value) else None
+        elif isinstance(value, dict) and step in value:
+            value = value[step]
+        else:
+            kind = _NoKeyError if isinstance(value, dict) else ValueError
+            raise kind(f"leads nowhere: there is no {step!r} in {_described(value)}")
+    return value
 
 
 def _described(value: Any) -> str:
     if isinstance(value, dict):
-        return f"a dict of {join_words(value, maximum=8)}"
+        return f"a dict of {join_words(value, maximum=8)}" if value else "an empty dict"
     names = {str: "text", int: "a number", float: "a number", bool: "true or false", list: "a list"}
     return names.get(type(value), type(value).__name__)

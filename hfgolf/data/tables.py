@@ -27,7 +27,7 @@ Row = tuple[int | None, Any, list[str]]
 MAX_ROW_CHARACTERS = 1 << 28
 """A row of text that is longer is refused: it would be held in memory."""
 _ROWS_PER_BATCH = 256
-_ROWS_WITHOUT_COLUMN = 10_000
+ROWS_WITHOUT_COLUMN = 10_000
 """After so many rows of JSON without the column, nobody reads on for it."""
 _SPACE = re.compile(r"[ \t\r\n]*")
 
@@ -120,7 +120,7 @@ def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row
         is_found |= is_here
         if not is_found:
             others |= dict.fromkeys(value)
-            if row == _ROWS_WITHOUT_COLUMN:
+            if row == ROWS_WITHOUT_COLUMN:
                 break
         if not is_here:
             yield line, None, []
@@ -190,7 +190,7 @@ class _JsonObjects:
             if not isinstance(value, dict):
                 where = row_name(self._path, row, line)
                 problem = f"{where} cannot be read: it is {shortened(value)}, not an object with columns."
-                others = (isinstance(other, dict) for _, other in itertools.islice(values, _ROWS_WITHOUT_COLUMN))
+                others = (isinstance(other, dict) for _, other in itertools.islice(values, ROWS_WITHOUT_COLUMN))
                 raise (UserError if row or any([*others]) else NoColumnError)(problem)
             yield line, value
 

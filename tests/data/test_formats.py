@@ -501,6 +501,20 @@ def test_nested_column_that_is_not_there_is_one_line(tmp_path, write, train_on, 
     assert message in fails(train_on(path, text_column=column), tmp_path)
 
 
+def test_a_row_without_the_key_of_a_nested_column_is_no_document(tmp_path, write, train_on):
+    rows: list[Any] = [{"data": {}}, {"data": {"body": "a"}}, {"data": {"text": "b"}}, {"data": None}, {}]
+    path = write("rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    assert documents(train_on(path, text_column="data.text"), tmp_path) == ["b"]
+    problem = "row 1 (line 2): 'data.title' leads nowhere: there is no 'title' in a dict of body."
+    assert problem in fails(train_on(path, text_column="data.title"), tmp_path)
+    assert "'data' holds an empty dict, not text" in fails(train_on(path, text_column="data"), tmp_path)
+
+
+def test_nobody_reads_on_for_the_key_of_a_nested_column(tmp_path, write, train_on):
+    path = write("rows.jsonl", '{"data": {"body": "a"}}\n' * 20_000 + "broken")
+    assert "row 0 (line 1): 'data.text' leads" in fails(train_on(path, text_column="data.text"), tmp_path)
+
+
 @pytest.fixture
 def memory():
     """A file system of fsspec in this process's memory."""
