@@ -21,7 +21,7 @@ import pyarrow as pa
 from hfgolf.config.mixture import of_text, stages
 from hfgolf.config.sections import DataSection
 from hfgolf.data.cache_folder import cache_folder, file_hashes, file_state
-from hfgolf.data.documents import Document, content_column, hub_revision, newer_kinds, read_file, read_hub
+from hfgolf.data.documents import Document, Skipped, content_column, hub_revision, newer_kinds, read_file, read_hub
 from hfgolf.data.files import ARCHIVES, KNOWN, SourceFile, log_once, match_files, named_files, stdlib_files, with_splits
 from hfgolf.data.pieces import PIECE_CHARACTERS, ROWS_PER_BATCH, PieceWriter, RowWriter
 from hfgolf.data.tables import TABLES
@@ -198,17 +198,21 @@ class Corpus:
 
     def _documents(self, scratch: Path) -> Iterator[Document]:
         """Yield the documents in order, with their splits. scratch: a folder for files that must be unpacked first."""
-        skipped: list[str] = []
+        skipped, column = Skipped(), content_column(self.data)
         if self.data.source == "hub":
-            documents = read_hub(self.data)
+            documents = read_hub(self.data, skipped)
         else:
             read = (read_file(file, self.data, scratch, skipped) for file in self.files)
             documents = itertools.chain.from_iterable(read)
         for name, split, content in itertools.islice(documents, self.data.max_documents):
             yield name, split or self.hashed_split(name), content
-        if skipped:
-            found = f"{count_of(len(skipped), 'file')} without a column {content_column(self.data).name!r}"
-            log_once(f"data.files: skipped {found}: {join_words(skipped, maximum=3)}")
+        if skipped.files:
+            found = f"{count_of(len(skipped.files), 'file')} without a column {column.name!r}"
+            log_once(f"data.files: skipped {found}: {join_words(skipped.files, maximum=3)}")
+        if names := [name for name, (num_empty, _) in skipped.rows.items() if num_empty]:
+            num_empty, num_rows = map(sum, zip(*(skipped.rows[name] for name in names), strict=True))
+            found = f"{num_empty:,} of {count_of(num_rows, 'row')}, in which it is missing or has nothing to read"
+            log_once(f"data.{column.key} {column.name}: skipped {found}: {join_words(names, maximum=3)}")
 
     def require_text(self, split: str, num_found: int) -> None:
         """Raise UserError if nothing was found in a split."""

@@ -16,7 +16,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -69,11 +69,20 @@ _ABSENT: tuple[object, ...] = (None, "", [], {})
 """Values of fields that a table has because other rows fill them."""
 
 
-def read_file(file: SourceFile, data: DataSection, scratch: Path, skipped: list[str]) -> Iterator[Document]:
+@dataclass
+class Skipped:
+    """What was left out while documents were read."""
+
+    files: list[str] = field(default_factory=list)
+    """Names of optional files without the column."""
+    rows: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Of tables: how many rows have nothing in the column, and how many were read."""
+
+
+def read_file(file: SourceFile, data: DataSection, scratch: Path, skipped: Skipped) -> Iterator[Document]:
     """Yield the documents of a file, in order. Raises UserError if it cannot be read.
 
-    scratch: a folder for files that must be decompressed first. skipped: gets the names of optional files without the
-    column.
+    scratch: a folder for files that must be decompressed first. skipped: gets what is left out.
     """
     if data.source == "python_stdlib":
         text = file.path.read_bytes()
@@ -85,7 +94,7 @@ def read_file(file: SourceFile, data: DataSection, scratch: Path, skipped: list[
         yield from _read(file, partial(open, file.path, "rb"), data, scratch, skipped)
 
 
-def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: list[str]) -> Iterator[Document]:
+def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: Skipped) -> Iterator[Document]:
     try:
         changed_at = file.path.stat().st_mtime_ns
     except OSError as error:
@@ -170,15 +179,15 @@ def _may_be_about_text(member: SourceFile, opener: Opener, column: Column) -> bo
     return isinstance(value, dict) and not has_rows
 
 
-def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, skipped: list[str]) -> Iterator[Document]:
+def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, skipped: Skipped) -> Iterator[Document]:
     ending, column = file.endings[0], content_column(data)
     blocks = _text_blocks(file, opener, data.encoding)
     try:
         if ending in TEXT_TABLES:
-            yield from _documents(TEXT_TABLES[ending](blocks, file.path, column), file, data)
+            yield from _documents(TEXT_TABLES[ending](blocks, file.path, column), file, data, skipped)
         elif ending in BINARY_TABLES:
             with _uncompressed(file, opener, scratch) as path:
-                yield from _documents(BINARY_TABLES[ending](path, column, file.path), file, data)
+                yield from _documents(BINARY_TABLES[ending](path, column, file.path), file, data, skipped)
         elif column.key != "text_column":
             raise NoColumnError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
         else:
@@ -186,7 +195,8 @@ def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, sk
     except NoColumnError:
         if not file.is_optional:
             raise
-        skipped.append(file.name)
+        skipped.rows.pop(file.name, None)
+        skipped.files.append(file.name)
 
 
 def _notebook(blocks: Iterator[str], path: Path) -> Iterator[str]:
@@ -321,7 +331,7 @@ def _uncompressed(file: SourceFile, opener: Opener, scratch: Path) -> Iterator[P
         yield Path(plain.name)
 
 
-def read_hub(data: DataSection) -> Iterator[Document]:
+def read_hub(data: DataSection, skipped: Skipped) -> Iterator[Document]:
     """Yield the rows of the Hub dataset that `data` names. Raises UserError if it cannot be reached or read."""
     from datasets import load_dataset
 
@@ -337,7 +347,7 @@ def read_hub(data: DataSection) -> Iterator[Document]:
         for batch in table.iter(batch_size=_ROWS_PER_BATCH):
             yield from column.rows(batch, *column.wanted(batch, name))
 
-    yield from _documents(rows(), SourceFile(name, Path(name)), data)
+    yield from _documents(rows(), SourceFile(name, Path(name)), data, skipped)
 
 
 def hub_revision(data: DataSection) -> str:
@@ -489,9 +499,9 @@ def _other_column(value: Any) -> str:
     return "; name a column of token ids by data.ids_column" if type(first) is int else ""
 
 
-def _documents(rows: Iterator[Row], file: SourceFile, data: DataSection) -> Iterator[Document]:
+def _documents(rows: Iterator[Row], file: SourceFile, data: DataSection, skipped: Skipped) -> Iterator[Document]:
     """Yield each row as a document named `name#row`: blocks of text, ids or messages. Skips empty and null rows."""
-    row, column = 0, content_column(data)
+    row, num_empty, column = 0, 0, content_column(data)
     stray: UserError | None = None
     is_found = False
     kind, name, read = _CONTENTS[column.key]
@@ -510,6 +520,8 @@ def _documents(rows: Iterator[Row], file: SourceFile, data: DataSection) -> Iter
                 stray, content = stray or problem, None
             if stray and not is_found and row == ROWS_WITHOUT_COLUMN:
                 break
+            num_empty += not content
+            skipped.rows[file.name] = num_empty, row + 1
             if content:
                 yield f"{file.name}#{row}", file.split, content
             row += 1

@@ -515,6 +515,24 @@ def test_nobody_reads_on_for_the_key_of_a_nested_column(tmp_path, write, train_o
     assert "row 0 (line 1): 'data.text' leads" in fails(train_on(path, text_column="data.text"), tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "disk"])
+def test_rows_that_are_left_out_are_counted(tmp_path, train_on, caplog, kind):
+    for name in "ab":
+        table = Dataset.from_list([{"n": n, "text": [name, "", None][n % 3]} for n in range(1200)])
+        path = tmp_path / f"rows/{name}.{kind}"
+        path.parent.mkdir(exist_ok=True)
+        writers = {"jsonl": table.to_json, "csv": table.to_csv, "parquet": table.to_parquet, "disk": table.save_to_disk}
+        writers[kind](path)
+    data = train_on(*sorted((tmp_path / "rows").iterdir()))
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        assert documents(data, tmp_path) == ["a"] * 400 + ["b"] * 400
+        documents(data, tmp_path)
+    names = ", ".join(file.name for file in load_corpus(data).files[:2])
+    assert [message for message in caplog.messages if "skipped" in message] == [
+        f"data.text_column text: skipped 1,600 of 2,400 rows, in which it is missing or has nothing to read: {names}"
+    ]
+
+
 @pytest.fixture
 def memory():
     """A file system of fsspec in this process's memory."""
