@@ -209,6 +209,9 @@ class Corpus:
         if skipped.files:
             found = f"{count_of(len(skipped.files), 'file')} without a column {column.name!r}"
             log_once(f"data.files: skipped {found}: {join_words(skipped.files, maximum=3)}")
+        if skipped.empty:
+            found = f"{count_of(len(skipped.empty), 'file')} without a document"
+            log_once(f"data.files: skipped {found}: {join_words(skipped.empty, maximum=3)}")
         if names := [name for name, (num_empty, _) in skipped.rows.items() if num_empty]:
             num_empty, num_rows = map(sum, zip(*(skipped.rows[name] for name in names), strict=True))
             found = f"{num_empty:,} of {count_of(num_rows, 'row')}, in which it is missing or has nothing to read"

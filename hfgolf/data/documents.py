@@ -75,6 +75,8 @@ class Skipped:
 
     files: list[str] = field(default_factory=list)
     """Names of optional files without the column."""
+    empty: list[str] = field(default_factory=list)
+    """Names of tables and notebooks without a document."""
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Of tables: how many rows have nothing in the column, and how many were read."""
 
@@ -180,27 +182,46 @@ def _may_be_about_text(member: SourceFile, opener: Opener, column: Column) -> bo
 
 
 def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, skipped: Skipped) -> Iterator[Document]:
-    ending, column = file.endings[0], content_column(data)
-    blocks = _text_blocks(file, opener, data.encoding)
+    names: list[str] | None = skipped.empty
     try:
-        if ending in TEXT_TABLES:
-            yield from _documents(TEXT_TABLES[ending](blocks, file.path, column), file, data, skipped)
-        elif ending in BINARY_TABLES:
-            with _uncompressed(file, opener, scratch) as path:
-                yield from _documents(BINARY_TABLES[ending](path, column, file.path), file, data, skipped)
-        elif column.key != "text_column":
-            raise NoColumnError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
-        else:
-            yield file.name, file.split, _notebook(blocks, file.path) if ending == ".ipynb" else blocks
+        for document in _parsed(file, opener, data, scratch, skipped):
+            names = None
+            yield document
+        if names is not None and file.is_named:
+            raise UserError(_nothing_in(file, content_column(data)))
     except NoColumnError:
         if not file.is_optional:
             raise
+        names = skipped.files
+    if names is not None:
         skipped.rows.pop(file.name, None)
-        skipped.files.append(file.name)
+        names.append(file.name)
 
 
-def _notebook(blocks: Iterator[str], path: Path) -> Iterator[str]:
-    """Yield the sources of a notebook's cells, with a blank line between them. What they print is no text."""
+def _nothing_in(file: SourceFile, column: Column) -> str:
+    if file.endings[0] not in TABLES:
+        return f"{file.path} has no text in it; remove it or add text to it."
+    return f"{file.path} has no row with {_CONTENTS[column.key][1]} in column {column.name!r}; remove it or add rows."
+
+
+def _parsed(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, skipped: Skipped) -> Iterator[Document]:
+    ending, column = file.endings[0], content_column(data)
+    blocks = _text_blocks(file, opener, data.encoding)
+    if ending in TEXT_TABLES:
+        yield from _documents(TEXT_TABLES[ending](blocks, file.path, column), file, data, skipped)
+    elif ending in BINARY_TABLES:
+        with _uncompressed(file, opener, scratch) as path:
+            yield from _documents(BINARY_TABLES[ending](path, column, file.path), file, data, skipped)
+    elif column.key != "text_column":
+        raise NoColumnError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
+    elif ending != ".ipynb":
+        yield file.name, file.split, blocks
+    elif text := _notebook(blocks, file.path):
+        yield file.name, file.split, (text,)
+
+
+def _notebook(blocks: Iterator[str], path: Path) -> str:
+    """Return the sources of a notebook's cells, with a blank line between them. What they print is no text."""
     try:
         sources = ["".join(cell["source"]) for cell in json.loads("".join(blocks))["cells"]]
         text = "\n\n".join(filter(None, sources))
@@ -212,7 +233,7 @@ def _notebook(blocks: Iterator[str], path: Path) -> Iterator[str]:
         _require_unicode(text)
     except ValueError as error:
         raise UserError(f"{path} {error}.") from None
-    yield text
+    return text
 
 
 def _text_blocks(file: SourceFile, opener: Opener, encoding: str | None) -> Iterator[str]:

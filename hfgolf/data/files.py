@@ -105,6 +105,8 @@ class SourceFile:
     split: str | None = None
     is_optional: bool = False
     """It was found rather than named, and is of a kind that is skipped if it has no column (optional_kinds)."""
+    is_named: bool = False
+    """It was named by itself, not by a folder, a glob or an archive, so it must hold a document."""
 
     @property
     def endings(self) -> tuple[str, str]:
@@ -190,14 +192,18 @@ def match_files(data: DataSection, field: str, split: str | None) -> list[Source
     urls: dict[Path, str] = {}
     named: set[Path] = set()
     optional: set[Path] = set()
+    alone: set[Path] = set()
     for pattern in getattr(data, field):
         if is_url(pattern):
-            urls.update({download(url, key, downloads): url for url in list_urls(pattern, key, downloads)})
+            copies = {download(url, key, downloads): url for url in list_urls(pattern, key, downloads)}
+            urls.update(copies)
+            alone.update(path for path, url in copies.items() if url == pattern)
             continue
         matched = dict.fromkeys((Path(os.path.abspath(path)) for path in _match(pattern, key, data)), "")
         urls.update(matched)
         if not os.path.isdir(os.path.expanduser(pattern)):
             named.update(matched)
+            alone.update(matched if os.path.isfile(os.path.expanduser(pattern)) or os.path.isfile(pattern) else ())
         else:
             kinds = optional_kinds((SourceFile("", path).endings[0], path.stat().st_size) for path in matched)
             optional.update(path for path in matched if SourceFile("", path).endings[0] in kinds)
@@ -209,7 +215,7 @@ def match_files(data: DataSection, field: str, split: str | None) -> list[Source
     root = os.path.commonpath(local) if local else ""
     names = {path: redact(urls[path]) if urls[path] else path.relative_to(root).as_posix() for path in unique}
     optional -= named
-    files = [SourceFile(name, path, split, path in optional) for path, name in names.items()]
+    files = [SourceFile(name, path, split, path in optional, path in alone) for path, name in names.items()]
     for file in files:
         if file.path.stat().st_size == 0:
             raise UserError(f"{key}: {file.path} is empty; remove it or add text to it.")

@@ -224,7 +224,8 @@ def test_columns_before_an_answer_are_its_prompt(tmp_path, row, column, read):
     if not any(isinstance(value, list) for value in row.values()):
         table.to_csv(tmp_path / "a.csv")
     for path in tmp_path.glob("a.*"):
-        data = DataSection(source="files", files=[str(path)], messages_column=column, cache_dir=str(tmp_path))
+        found = str(path) if path.is_dir() else f"{path}*"  # a file without a conversation must not be named itself
+        data = DataSection(source="files", files=[found], messages_column=column, cache_dir=str(tmp_path))
         assert [content for _, _, content in load_corpus(data)._documents(tmp_path)] == ([read] * 2 if read else [])
 
 

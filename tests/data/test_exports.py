@@ -10,6 +10,7 @@ from test_corpus import fails
 
 from hfgolf.config.sections import DataSection
 from hfgolf.data.corpus import load_corpus
+from hfgolf.system.errors import UserError
 
 TELEGRAM: dict[str, Any] = {
     "name": "Ada",
@@ -98,7 +99,8 @@ def test_messages_of_chatgpt_are_the_branch_that_it_shows(tmp_path):
     assert documents(export, tmp_path, messages_column="mapping") == [[asked, {"role": "assistant", "content": "Two."}]]
     picture = node("second", "user", {"asset_pointer": "a"}, content={"content_type": "multimodal_text", "parts": []})
     export = [{"mapping": MAPPING | {"picture": picture}, "current_node": "picture"}]
-    assert documents(export, tmp_path, messages_column="mapping") == []
+    with pytest.raises(UserError, match="no row with a list of messages in column 'mapping'"):
+        documents(export, tmp_path, messages_column="mapping")
 
 
 def test_export_of_chatgpt_says_which_key_it_needs(tmp_path):

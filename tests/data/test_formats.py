@@ -533,6 +533,29 @@ def test_rows_that_are_left_out_are_counted(tmp_path, train_on, caplog, kind):
     ]
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "problem"),
+    [
+        ("a.csv", "id,text\n", "row with text in column 'text'; remove it or add rows."),
+        ("b.json", "[]", "row with text in column 'text'; remove it or add rows."),
+        ("c.jsonl.gz", gzip.compress(b'{"text": null}\n{"text": ""}\n'), "row with text in column 'text'; remove it"),
+        ("d.ipynb", '{"nbformat": 4, "cells": []}', "text in it; remove it or add text to it."),
+    ],
+)
+def test_files_without_a_document_are_skipped_unless_they_are_named(
+    tmp_path, write, train_on, caplog, name, content, problem
+):
+    path, other = write(f"found/{name}", content), write("found/z.txt", "text")
+    assert f"{path} has no {problem}" in fails(train_on(other, path), tmp_path)
+    archive = write("found.zip", zipped({name: content, "z.txt": "text"}))
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        for found in (tmp_path / "text/found", tmp_path / "text/found/*", archive):
+            assert documents(train_on(found), tmp_path) == ["text"]
+    logged = [message for message in caplog.messages if "without a document" in message]
+    names = name, f"found.zip/{name}"
+    assert logged == [f"data.files: skipped 1 file without a document: {one}" for one in names]
+
+
 @pytest.fixture
 def memory():
     """A file system of fsspec in this process's memory."""
