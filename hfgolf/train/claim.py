@@ -49,10 +49,11 @@ def claim(folder: RunFolder, resolved: ResolvedConfig) -> None:
     has_checkpoints = bool(newest_first(folder.checkpoints))
     changed = changes(folder, resolved) if resume is None or not has_checkpoints else []
     if resume in (None, "auto") and changed:  # if there is a checkpoint, its own config decides
+        listed = f"{', '.join(changed[:3])}{', ...' if len(changed) > 3 else ''}"
+        goes_on = ", delete that folder, or continue that run with these values: --train.resume latest"
+        advice = goes_on if has_checkpoints else ", or delete that folder, which has no checkpoint"
         raise UserError(
-            f"run.name: {folder.path} holds a run with another config ({', '.join(changed[:3])}"
-            f"{', ...' if len(changed) > 3 else ''}); choose another --run.name, delete that folder, or continue"
-            " that run with these values: --train.resume latest."
+            f"run.name: {folder.path} holds a run with another config ({listed}); choose another --run.name{advice}."
         )
     if resume is None and folder.summary.exists():
         raise UserError(f"run.name: {folder.path} holds a complete run; choose another --run.name to start a new one.")

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import platform
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -376,6 +377,18 @@ def test_missing_new_key_counts_as_its_default(run, tiny_run, copied_run):
     (folder / "config.yaml").write_text("\n".join(kept) + "\n")
     with pytest.raises(UserError, match=r"another config \(model.attention_dropout 0.0 -> 0.1\)"):
         run(tiny_run(train__max_steps=3, model__attention_dropout=0.1))
+
+
+@pytest.mark.parametrize("resume", ["null", "auto"])
+def test_only_a_run_with_a_checkpoint_is_said_to_go_on(run, tiny_run, copied_run, resume):
+    folder = copied_run()
+    (folder / "summary.json").unlink()
+    other = tiny_run(train__max_steps=4, train__resume=resume)
+    with pytest.raises(UserError, match=r"train\.resume latest"):
+        run(other)
+    shutil.rmtree(folder / "checkpoints")  # killed before the first
+    with pytest.raises(UserError, match=r"another --run.name, or delete that folder, which has no checkpoint\.$"):
+        run(other)
 
 
 def test_unwritable_output_folder_is_one_line(run, tiny_run, tmp_path):
