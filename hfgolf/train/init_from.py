@@ -115,7 +115,16 @@ def _take_tokenizer(resolved: ResolvedConfig, source: str) -> ResolvedConfig:
     if {"tokenizer.kind", "tokenizer.name_or_path"} & resolved.sources.keys():
         _require_same_vocabulary(resolved.config.tokenizer, source)
         return resolved
-    return resolved.resolve("model.init_from", tokenizer__kind="pretrained", tokenizer__name_or_path=source)
+    taken = resolved.resolve("model.init_from", tokenizer__kind="pretrained", tokenizer__name_or_path=source)
+    if (stated := taken.config.tokenizer.vocab_size) != "auto":
+        with named_by_weights(taken):
+            entries = len(_found(taken.config.tokenizer).get_vocab())
+        if entries != stated:
+            raise UserError(
+                f"tokenizer.vocab_size: {stated} is not the {entries} entries of the tokenizer of the weights in {source};"
+                " leave it out, and the weights decide."
+            )
+    return taken
 
 
 @contextmanager

@@ -160,6 +160,8 @@ def test_a_stated_shape_that_agrees_is_accepted(exported, tmp_path):
             r"layers 1 \(.* 2\), model.vocab_size 300 \(.* 257",
         ),
         (["--tokenizer.kind=char"], r"tokenizer.kind: char would train a tokenizer .*tokenizer.name_or_path /"),
+        (["--tokenizer.vocab_size=500"], r"^tokenizer.vocab_size: 500 is not the 257 entries of .*; leave it out"),
+        (["--tokenizer.vocab_size=257"], None),
         (["--batch.sequence_length=64"], None),  # rotary positions have no end
     ],
     ids=str,
@@ -167,7 +169,7 @@ def test_a_stated_shape_that_agrees_is_accepted(exported, tmp_path):
 def test_what_the_weights_are_not_is_refused_with_the_difference(exported, options, message):
     arguments = [f"--model.init_from={exported()}", *options]
     if message is None:
-        assert taken(*arguments).max_positions == 64
+        assert taken(*arguments).model.hidden_size == 32
         return
     with pytest.raises(UserError, match=message):
         taken(*arguments)
