@@ -297,6 +297,11 @@ MISTAKES = {
         "model.overrides.attention_span: document does not go with data.messages_column"
     ),
     "my.txt --dollars 3": "--dollars: the price is not known; add --run.price_per_hour",
+    "my.txt --dollars 3 --run.price_per_hour null": "--dollars: the price is not known; add --run.price_per_hour",
+    "my.txt --dollars 3 --run.price_per_hour 0": (
+        "run.price_per_hour: 0 is not allowed with --dollars; allowed: a number above 0."
+    ),
+    "my.txt --dollars 3 --run.price_per_hour two": "run.price_per_hour: 'two' is not allowed with --dollars",
     "my.txt --dollars none --run.price_per_hour 2": "'none' is not allowed; allowed: a number above 0.",
     "my.txt --dollars": "--dollars needs a value",
     "my.txt --dollars 2 --minutes 3": "--dollars and train.max_minutes both say how long to train",

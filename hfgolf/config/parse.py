@@ -293,8 +293,11 @@ def _minutes(dollars: str, price_per_hour: object) -> float:
     value = yaml_value(dollars, where="--dollars")
     if not has_type(value, Positive):
         raise UserError(f"--dollars: {shortened(dollars)} is not allowed; allowed: a number above 0.")
-    if not has_type(price_per_hour, Positive):
+    if price_per_hour is None:
         raise UserError("--dollars: the price is not known; add --run.price_per_hour, of the whole machine in dollars.")
+    if not has_type(price_per_hour, Positive):
+        price = shortened(price_per_hour)
+        raise UserError(f"run.price_per_hour: {price} is not allowed with --dollars; allowed: a number above 0.")
     return 60 * value / price_per_hour
 
 
