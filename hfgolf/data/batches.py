@@ -42,7 +42,7 @@ _WORKER_TIMEOUT_SECONDS = 120  # per batch; the first one includes the start of 
 def num_blocks(num_tokens: int, sequence_length: int) -> int:
     """Return the number of full blocks in a stream. Raises UserError if there are none."""
     if num_tokens <= sequence_length:
-        shorter = 1 << (num_tokens - 1).bit_length() - 1 if num_tokens > 1 else 0
+        shorter = 1 << (num_tokens - 1).bit_length() - 1 if num_tokens > 2 else 0  # allowed: 2 or more
         raise UserError(
             f"data: the training text has {count_of(num_tokens, 'token')}, but a sequence takes {sequence_length:,} and"
             f" the one after; add text{f', or set batch.sequence_length {shorter} or less' if shorter else ''}."

@@ -106,6 +106,10 @@ def test_block_needs_one_more_token_than_its_inputs():
     assert [num_blocks(num_tokens, T) for num_tokens in (9, 16, 17, 24, 25)] == [1, 1, 2, 2, 3]
     with pytest.raises(UserError, match=r"8 tokens.*sequence_length 4 or less"):
         num_blocks(T, T)
+    with pytest.raises(UserError, match=r"3 tokens.*sequence_length 2 or less"):
+        num_blocks(3, T)
+    with pytest.raises(UserError, match=r"2 tokens.*and the one after; add text\.$"):
+        num_blocks(2, T)
 
 
 def test_excluded_blocks_are_skipped_and_all_others_read_once_in_order():
