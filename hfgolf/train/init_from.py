@@ -18,7 +18,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 from transformers.utils import cached_file
 
 from hfgolf.config.parse import ResolvedConfig, as_yaml, load_config
@@ -65,7 +70,7 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
         shape = golf_shape(native)
     except UserError as error:
         as_it_is = f"To train it as it is, set model.architecture {native.model_type}."
-        if type(native) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if not _is_causal(native):
             as_it_is = f"{native.model_type} is no causal language model in transformers either."
         raise UserError(f"model.init_from: {error} {as_it_is}") from None
     section, overrides = config.model, golf_overrides(config.model)
@@ -101,6 +106,13 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
                 f" set {positions} or less."
             )
     return _take_tokenizer(resolved.resolve("model.init_from", **values), source)
+
+
+def _is_causal(native: Any) -> bool:
+    """Return whether transformers computes it as a causal language model: not as an encoder, as in BERT."""
+    kind = type(native)
+    is_encoder = kind in MODEL_FOR_MASKED_LM_MAPPING and not getattr(native, "is_decoder", False)
+    return kind in MODEL_FOR_CAUSAL_LM_MAPPING and not is_encoder
 
 
 def _within(resolved: ResolvedConfig, positions: float) -> ResolvedConfig:

@@ -212,9 +212,17 @@ def test_errors_name_what_was_written(exported, from_weights, tmp_path, reset_ac
         assert "tokenizer.name_or_path" not in str(error.value)
 
 
-@pytest.mark.parametrize(("kind", "advice"), [("mistral", "architecture mistral"), ("vit", "vit is no causal")])
-def test_only_a_language_model_is_said_to_train_as_it_is(tmp_path, kind, advice):
-    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    ("kind", "fields", "advice"),
+    [
+        ("mistral", {}, "architecture mistral"),
+        ("vit", {}, "vit is no causal"),
+        ("bert", {}, "bert is no causal"),
+        ("bert", {"is_decoder": True}, "architecture bert"),
+    ],
+)
+def test_only_a_language_model_is_said_to_train_as_it_is(tmp_path, kind, fields, advice):
+    AutoConfig.for_model(kind, **fields).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=advice):
         taken(f"--model.init_from={tmp_path}")
 
