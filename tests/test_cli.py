@@ -142,6 +142,19 @@ def test_train_without_arguments_says_what_to_give_it(hfgolf, run_script):
     assert run_script("train.py") == (2, "", err)
 
 
+@pytest.mark.parametrize("verb", ["train", "prepare"])
+@pytest.mark.parametrize("options", [[], ["--minutes=5"], ["--run.name=a", "--train.max_steps=3"]], ids=str)
+def test_a_text_or_a_config_is_named(hfgolf, verb, options):
+    said = hfgolf(verb, *options)
+    assert (said.status, said.out) == (2, "")
+    assert said.err.startswith("error: name your text, a config, or both") and f"\n  hfgolf {verb} my.txt\n" in said.err
+
+
+@pytest.mark.parametrize("name", ["a.txt", "--data.source=python_stdlib", "--data.hub_name=a/b", "--config=small"])
+def test_each_name_of_a_text_or_a_config_is_one(name):
+    assert load_config([name, "--train.max_steps=3"], verb="train") == load_config([name, "--train.max_steps=3"])
+
+
 def test_a_bare_name_is_a_shipped_config_unless_such_a_file_exists(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_config(["--config", "small"]) == load_config(["--config", str(ROOT / "configs" / "small.yaml")])

@@ -13,7 +13,7 @@ from hfgolf.config.parse import load_config
 def main() -> Answer:
     parser = ScriptParser(__doc__, "Also takes the options of hfgolf train: --config FILE --section.key value.")
     _, run_options = parser.parse_known_args()
-    resolved = load_config(run_options, needs_limit=False, may_choose=False)
+    resolved = load_config(run_options, needs_limit=False, may_choose=False, verb="prepare")
     from hfgolf.data.files import require_paths
 
     require_paths(resolved.config.data)  # before loading torch

@@ -7,7 +7,6 @@ from typing import Any
 
 from hfgolf.commands.options import Answer
 from hfgolf.config.parse import load_config
-from hfgolf.system.errors import UserError
 from hfgolf.system.signals import Signals
 
 
@@ -21,14 +20,8 @@ def main() -> Answer | None:
 
 def train_with(signals: Signals) -> dict[str, Any]:
     """Train the run of the command line, unless it is already complete, and return its summary."""
-    if len(sys.argv) == 1:
-        raise UserError(
-            "name your text, a config, or both, and any values:",
-            "  hfgolf train my.txt",
-            "  hfgolf train --config small --minutes 5",
-        )
     arguments = [argument for argument in sys.argv[1:] if argument != "--verbose"]
-    resolved = load_config(arguments)  # before importing torch, so that --help and errors come at once
+    resolved = load_config(arguments, verb="train")  # before importing torch, so that --help and errors come at once
     from hfgolf.data.files import require_paths
     from hfgolf.run.find_model import find_model
     from hfgolf.run.folder import run_folder

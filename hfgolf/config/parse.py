@@ -142,6 +142,7 @@ def load_config(
     needs_limit: bool = True,
     values: Mapping[str, Any] | None = None,
     may_choose: bool = True,
+    verb: str | None = None,
 ) -> ResolvedConfig:
     """Parse `[TEXT ...] --config FILE --section.key value ...` into a checked config.
 
@@ -152,7 +153,8 @@ def load_config(
     argv: the arguments, or the path or name of a config; None: the arguments of the process. `--help` and
     `--print_config` print and exit with status 0. where: what error messages call the arguments. needs_limit: whether
     the run must end by itself. values: {"section.key": value}, which win over the file like the arguments. may_choose:
-    whether the caller lets train/autopilot.py choose what the minutes leave open; else, a config is asked for.
+    whether the caller lets train/autopilot.py choose what the minutes leave open; else, a config is asked for. verb:
+    the command that wants its text or a config named; None: without them, the text is that of the defaults.
     Raises UserError (one line) for a missing file, an unknown key, or a value of the wrong type or out of range.
     """
     argv = [f"--config={argv}"] if isinstance(argv, str | Path) else argv
@@ -180,6 +182,12 @@ def load_config(
         stated["train.max_minutes"] = _minutes(dollars, (from_file | stated).get("run.price_per_hour"))
     if (texts or stated.get(DISTILL_FROM)) and base is None and path is None:
         base = base_for(stated)
+    if verb and base is None and path is None and not stated.keys() & {"data.source", *_NAMES_OF_TEXT}:
+        raise UserError(
+            "name your text, a config, or both, and any values:",
+            f"  hfgolf {verb} my.txt",
+            f"  hfgolf {verb} --config small --data.val_fraction 0.1",
+        )
     below, sources = ({}, {}) if base is None else (base.stated(), dict(base.sources))
     if base and texts:
         below["run.name"] = text_name(texts)
