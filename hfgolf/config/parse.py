@@ -186,7 +186,7 @@ def load_config(
         raise UserError(
             "name your text, a config, or both, and any values:",
             f"  hfgolf {verb} my.txt",
-            f"  hfgolf {verb} --config small --data.val_fraction 0.1",
+            f"  hfgolf {verb} --config small",
         )
     below, sources = ({}, {}) if base is None else (base.stated(), dict(base.sources))
     if base and texts:
