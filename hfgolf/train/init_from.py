@@ -133,7 +133,7 @@ def _take_tokenizer(resolved: ResolvedConfig, source: str) -> ResolvedConfig:
             entries = len(_found(taken.config.tokenizer).get_vocab())
         if entries != stated:
             raise UserError(
-                f"tokenizer.vocab_size: {stated} is not the {entries} entries of the tokenizer of the weights in {source};"
+                f"tokenizer.vocab_size: {stated} is not the {entries} entries of the tokenizer of {source};"
                 " leave it out, and the weights decide."
             )
     return taken
