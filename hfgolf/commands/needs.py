@@ -19,6 +19,7 @@ from hfgolf.checkpoint.state import TrainState
 from hfgolf.config.milestones import milestone
 from hfgolf.config.sections import RunConfig
 from hfgolf.data import token_cache
+from hfgolf.data.batches import num_blocks
 from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.corpus import load_corpus
 from hfgolf.data.token_stream import open_stream, stream_path
@@ -233,7 +234,9 @@ def run_length(
     """Return tokens, epochs, time and cost of a number of steps. price_per_hour: dollars; None if unknown."""
     tokens = steps * config.batch.tokens_per_step
     seconds, evaluating = tokens / tokens_per_second, evaluation_seconds(config, data, tokens_per_second, steps)
-    epochs = tokens / data.train_tokens if data.train_tokens else None
+    length, epochs = config.batch.sequence_length, None
+    if data.train_tokens and data.train_tokens > length:
+        epochs = tokens / (num_blocks(data.train_tokens, length) * length)
     dollars = None if price_per_hour is None else (seconds + (evaluating or 0.0)) / 3600 * price_per_hour
     return Length(steps, tokens, epochs, seconds, evaluating, dollars)
 

@@ -89,7 +89,8 @@ def main() -> Answer:
             raise UserError("--resume, --folder and --pattern describe another trainer; add its --command.")
         if arguments.steps <= plan.kills:
             raise UserError(f"--steps: {arguments.steps} is out of range; allowed: more than --kills {plan.kills}.")
-        resolved = load_config([*run_options, f"--train.max_steps={arguments.steps}"], may_choose=False)
+        steps = f"--train.max_steps={arguments.steps}"
+        resolved = load_config([*run_options, steps], may_choose=False, verb="verify_resume")
         build = partial(own_trainer, run_options, resolved, arguments.steps, plan.num_processes)
 
     from hfgolf.train.console import show_log

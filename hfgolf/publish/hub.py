@@ -145,7 +145,7 @@ def set_location(path: Path, location: str, revision: str | None = None) -> None
     place = f'"{location}", revision="{revision}"' if revision else f'"{location}"'
     # only the first ones: a sample from a model trained on Python may contain more
     named = re.sub(r'(?<=\.from_pretrained\()"[^"]*"(, revision="[^"]*")?', lambda _: place, card, count=2)
-    named = re.sub(r'(?<=export --model ")[^"]*(?=" --to gguf)', lambda _: location, named, count=1)
+    named = re.sub(r'(?<=export --model ")[^"]*(?=" --to (?:gguf|native))', lambda _: location, named, count=2)
     if named != card:
         write_text(path, named)
 

@@ -197,8 +197,11 @@ def embedding_rows(config: RunConfig, vocab_size: int) -> int:
     if rows < vocab_size and config.data.messages_column is not None:
         return vocab_size  # the tokens of a chat template joined the vocabulary of model.init_from
     if rows < vocab_size:
+        key, way_out = "model.vocab_size", "leave the key out"
+        if config.model.init_from:
+            key, way_out = f"model.init_from: {config.model.init_from}", "name weights and the tokenizer they are for"
         raise UserError(
-            f"model.vocab_size: an embedding with {rows} rows is too small for a tokenizer with {vocab_size} entries."
+            f"{key}: an embedding with {rows} rows is too small for a tokenizer with {vocab_size} entries; {way_out}."
         )
     return rows
 

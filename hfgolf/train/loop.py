@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from hfgolf.optim.schedule import apply_schedule
 from hfgolf.train.clock import Interrupted
 from hfgolf.train.console import console
-from hfgolf.train.feed import epoch, halve_until_it_fits
+from hfgolf.train.feed import blocks_per_epoch, epoch, halve_until_it_fits
 from hfgolf.train.finish import conclude, exit_after_signal, report_failure
 from hfgolf.train.hooks import Hook, Hooks
 from hfgolf.train.meter import StepResult
@@ -66,8 +66,9 @@ def run_steps(run: Run) -> None:
     run.model.train()
     run.is_stepping = True
     run.stopwatch.switch("train")
-    per_step, evaluations = run.config.batch.tokens_per_step, partial(evaluation_steps, run)
-    console.begin(run.step_limit, clock.max_seconds, per_step, len(run.tokens.train), evaluations)
+    batch, evaluations = run.config.batch, partial(evaluation_steps, run)
+    per_epoch = blocks_per_epoch(run) * batch.sequence_length
+    console.begin(run.step_limit, clock.max_seconds, batch.tokens_per_step, per_epoch, evaluations)
     if run.init_from and run.state.step == 0:
         with run.stopwatch.charge("other"), suppress(Interrupted):
             validate_start(run, clock.raise_if_stopped)

@@ -536,10 +536,14 @@ def test_rows_that_are_left_out_are_counted(tmp_path, train_on, caplog, kind):
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
-        ("a.csv", "id,text\n", "row with text in column 'text'; remove it or add rows."),
-        ("b.json", "[]", "row with text in column 'text'; remove it or add rows."),
-        ("c.jsonl.gz", gzip.compress(b'{"text": null}\n{"text": ""}\n'), "row with text in column 'text'; remove it"),
-        ("d.ipynb", '{"nbformat": 4, "cells": []}', "text in it; remove it or add text to it."),
+        ("header_alone.csv", "id,text\n", "row with text in column 'text'; remove it or add rows."),
+        ("no_rows.json", "[]", "row with text in column 'text'; remove it or add rows."),
+        (
+            "nulls.jsonl.gz",
+            gzip.compress(b'{"text": null}\n{"text": ""}\n'),
+            "row with text in column 'text'; remove it",
+        ),
+        ("no_cells.ipynb", '{"nbformat": 4, "cells": []}', "text in it; remove it or add text to it."),
     ],
 )
 def test_files_without_a_document_are_skipped_unless_they_are_named(
