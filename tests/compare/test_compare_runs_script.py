@@ -60,7 +60,7 @@ def test_existing_runs_are_compared_without_training(compare_runs, tiny_definiti
     monkeypatch.chdir(tmp_path / "same")
     assert compare_runs(*names, "--output_dir", ".", "--equivalent", "9") == (0, "")
     same = json.loads((tmp_path / "same" / "same.json").read_text())
-    assert same["command"].endswith("/muon-seed2 --equivalent 9") and same["margin"] == 9
+    assert same["command"].endswith("/muon-seed2 --equivalent 9 --output_dir .") and same["margin"] == 9
     assert same["arms"]["muon"]["equivalence"]["p_value"] < 0.05
     assert "equivalent within 9 nats" in (tmp_path / "same" / "same.md").read_text()
     assert read["settings"] == {"adamw": {"optim.name": "adamw"}, "muon": {"optim.name": "muon"}}
