@@ -260,12 +260,13 @@ def _changes_in_turn(
     curvature = rows.diagonal() * of_column
     slope, current = slope.copy(), integers.astype(np.float64)
     while True:
-        moved = _best_changes(slope, step, current, curvature) * step
+        changes = _best_changes(slope, step, current, curvature)
+        moved = changes * step
         gains = -moved * (2 * slope + moved * curvature)
         row = int(gains.argmax())
         if not gains[row] > least_gain:  # nor if it is not a number
             return current - integers
-        current[row] += np.rint(moved[row] / step[row])
+        current[row] += changes[row]
         slope += rows.hessian[row] * (moved[row] * of_column)
         slope[row] += rows.added * moved[row] * of_column
 
