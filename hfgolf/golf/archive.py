@@ -55,10 +55,10 @@ _CACHE_BYTES = 2**31  # for keys and values of all lanes
 _SUPPORTED = {"norm": ("rmsnorm",), "activation": ("relu2", "leaky_relu2", "silu", "swiglu")}
 _SUMS = {"mm", "bmm", "sum", "cumsum"}
 _EXACT = {  # moves numbers, compares them, or is one correctly rounded operation on each
-    *("__lshift__", "_to_copy", "_unsafe_view", "abs", "add", "alias", "amax", "arange", "as_strided"),
+    *("__lshift__", "_to_copy", "_unsafe_view", "abs", "add", "add_", "alias", "amax", "arange", "as_strided"),
     *("bitwise_and", "bitwise_not", "bitwise_xor", "cat", "clamp", "clamp_min", "clone", "constant_pad_nd"),
     *("copy_", "detach", "div", "embedding", "empty", "eq", "expand", "floor", "frexp", "gather", "ge", "gt"),
-    *("index", "le", "leaky_relu", "lift_fresh", "lt", "masked_fill", "mul", "ne", "neg"),
+    *("index", "le", "leaky_relu", "lift_fresh", "lt", "masked_fill", "mul", "mul_", "ne", "neg"),
     *("new_empty_strided", "new_zeros", "ones_like", "permute", "promote_types", "relu", "remainder"),
     *("round", "rsub", "scalar_tensor", "select", "slice", "split", "split_with_sizes", "sqrt", "squeeze"),
     *("stack", "sub", "t", "transpose", "unbind", "unsqueeze", "view", "where", "zeros", "zeros_like"),

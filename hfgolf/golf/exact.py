@@ -44,10 +44,10 @@ def exp(x: Tensor) -> Tensor:
     """Return e**x, x limited to +-700: a power of two times a Taylor polynomial on [-0.35, 0.35]."""
     x = x.clamp(-700, 700)
     octaves = (x * 1.4426950408889634).round()
-    rest, total = x - octaves * 0.6931471805599453, torch.ones_like(x)
-    for power in range(12, 0, -1):
-        total = 1 + total * rest * (1 / power)
-    return total * (octaves.long() + 1023 << 52).view(torch.float64)  # the bits of 2**octaves
+    rest, total = x - octaves * 0.6931471805599453, torch.zeros_like(x)
+    for power in range(12, -1, -1):  # in place: what is large is the memory
+        total = total.mul_(rest).add_(1 / math.factorial(power))
+    return total.mul_((octaves.long() + 1023 << 52).view(torch.float64))  # the bits of 2**octaves
 
 
 def _cos(x: Tensor) -> Tensor:
@@ -154,6 +154,7 @@ class Window:
         if layer not in self.kept:
             room = config.max_position_embeddings
             self.kept[layer] = [part.new_zeros(*part.shape[:2], room, part.shape[3]) for part in parts]
+            self.kept[layer][2] = self.kept[layer][2].mT.contiguous().mT
         for kept, part in zip(self.kept[layer], parts, strict=True):
             kept[:, :, end - part.shape[2] : end] = part
         kept_here = [kept[:, :, :end] for kept in self.kept[layer]]
@@ -168,13 +169,14 @@ def exact_attention(
     B, H, T, D = query.shape
     K, S = keys.shape[1:3]
     integers, scale = fixed(query, D)
-    scores = (integers.reshape(B, K, -1, D) @ keys.mT).view(B, K, -1, T, S) / key_scale.mT[:, :, None]
+    # of one token, such products are twice as fast in this order
+    scores = (keys @ integers.reshape(B, K, -1, D).mT).mT.reshape(B, K, -1, T, S) / key_scale.mT[:, :, None]
     scores = scores / scale.view(B, K, -1, T, 1) * (1 / math.sqrt(D))  # `scaling` is a power, which may differ
     mask = attention_mask[:, None, None]
     scores = scores.masked_fill(~mask, -1e9)
     weights = (exp(scores - scores.amax(-1, keepdim=True)) * 2.0**WEIGHT_BITS).round() * mask
     integers, scale = fixed(weights / value_scale.mT[:, :, None], module.config.max_position_embeddings)
-    output = (integers.view(B, K, -1, S) @ values).view(B, K, -1, T, D) / scale / _sum(weights)
+    output = (values.mT @ integers.view(B, K, -1, S).mT).mT.reshape(B, K, -1, T, D) / scale / _sum(weights)
     return output.view(B, H, T, D).transpose(1, 2), None
 
 
