@@ -44,13 +44,14 @@ CELLS = """
     1e13   python1m                        128/1024 192/2048 256/4096
     1e13   python shakespeare              128/1024s128 128/1024s512 128/1024l2 128/1024l4 128/1024l6
     1e13   python docstrings               192/2048l2 192/2048l3
-    2e13   python1m shakespeare            192/1024x4096
+    2e13   python1m shakespeare            192/1024x4096 192/512x4096
     3e13   python docstrings               192/2048 256/4096x4096 256/2048
     3e13   python1m                        192/1024x4096 256/1024x4096
     3e13   python                          128/1024 192/1024x4096
     3e13   shakespeare                     192/2048 256/1024x4096
     3e13   docstrings                      256/2048l3
     3e13   docstrings                      192/1024x4096
+    3e13   python1m docstrings             192/512x4096
     5e13   docstrings                      192/1024x4096
     5e13   docstrings python1m             256/2048
     1e14   python                          128/2048x4096 256/4096x4096 192/2048x4096
