@@ -124,11 +124,8 @@ def archive(
     data = _assembled(program, sections, start, num_tokens, lanes, sha256)
     say("decoding in a clean process")
     coded_at = time.perf_counter()
-    with tempfile.TemporaryDirectory() as clean:
-        written = Path(clean, output.name)
-        written.write_bytes(data)
-        if _restored(written) != text:
-            raise UserError(f"--files: {output} was not written, because it would decode to another text.")
+    if _restored(data, output.name) != text:
+        raise UserError(f"--files: {output} was not written, because it would decode to another text.")
     with writing("--output", output):
         write_bytes(output, data)
     parts = dict(zip(("program", "weights", "vocabulary", "text"), map(len, [program, *sections]), strict=True))
@@ -180,7 +177,7 @@ def unarchive(path: Path, output: Path) -> int:
             f"{path} is not an archive that this version of hfgolf writes ({one_line(error)}), so it was not run; read"
             " it, and run it with Python yourself if you trust it."
         ) from None
-    text = _restored(path)
+    text = _restored(data, path.name)
     with writing("--output", output):
         write_bytes(output, text)
     return len(text)
@@ -316,21 +313,22 @@ def _assembled(
     program: bytes, sections: Sequence[bytes], start: int, num_tokens: int, lanes: int, sha256: str
 ) -> bytes:
     """Return the file: the program and its sections, and then a zip file with the lines that run it."""
-    file = io.BytesIO(b"".join([program, *sections]))
+    file = io.BytesIO()
     stub = _STUB.format(len(program), *map(len, sections), start, num_tokens, lanes, sha256)
     entry = zipfile.ZipInfo("__main__.py")
     entry.create_system = 3  # the same bytes everywhere
-    with zipfile.ZipFile(file, "a") as zipped:
+    with zipfile.ZipFile(file, "w") as zipped:  # by itself: zipfile would read an entry in the sections
         zipped.writestr(entry, stub)
-    return file.getvalue()
+    return b"".join([program, *sections, file.getvalue()])
 
 
-def _restored(path: Path) -> bytes:
+def _restored(data: bytes, name: str) -> bytes:
     """Return what an archive writes, in a process that sees nothing of hfgolf."""
     with tempfile.TemporaryDirectory() as folder:
-        text = Path(folder, "text")
+        file, text = Path(folder, name), Path(folder, "text")
+        file.write_bytes(data)
         try:
-            run_alone([str(path.resolve()), str(text)], Path(folder))
+            run_alone([str(file), str(text)], Path(folder))
         except ValueError as error:
-            raise UserError(f"{path.name} did not decode: {error}") from None
+            raise UserError(f"{name} did not decode: {error}") from None
         return text.read_bytes()

@@ -3,7 +3,7 @@
 The conditions are those that Parameter Golf adopted: a distribution depends on earlier tokens only, it is a full
 normalized distribution over the vocabulary, and each token is scored once, in order. A scorer gets a `Reader` instead
 of the tokens, and the reader adds up the nats. Knows nothing of how a scorer works. It runs in the scorer's own
-process, so it does not catch code that reaches around the reader, into its memory or a file.
+process and in copies of it, so it does not catch code that reaches around the reader, into its memory or a file.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ Predict = Callable[[np.ndarray], Tensor]
 Scorer = Callable[["Reader"], object]
 """Commits x_1 ... x_N to a reader."""
 _SUM_TOLERANCE = 1e-4
+_COPIED = "the scorer copies its reader, and a copy would show tokens to come"
 _OPEN = "the scorer was shown tokens, and did not commit them before anything else"
 
 
@@ -47,6 +48,7 @@ class Reader:
         self._shown[:1] = tokens[:1]
         self._hash = hashlib.sha256()
         self._num_seen, self._num_checked, self._nats = min(1, len(tokens)), 0, 0.0
+        self._process = os.getpid()
         self._problem: str | None = None
         self._is_open = False  # tokens may be shown that are not committed
 
@@ -55,7 +57,7 @@ class Reader:
         return len(self._tokens)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        self._refuse("the scorer copies its reader, and a copy would show tokens to come")
+        self._refuse(_COPIED)
 
     # properties, because what a scorer may read it must not write
     @property
@@ -81,15 +83,17 @@ class Reader:
         predict: is given x_0 ... x_(t+count-2), and returns their log-probabilities, (count, V), each from the tokens
         before it only. It may be called several times; it must change nothing.
 
-        "places": a copy of this process (fork) predicts the block, too. To it, the tokens are others from a place on
-        that it draws from the system's entropy; up to there its distributions must be the same, to the bit. Neither
-        process can know what the other sees, so nothing that a scorer keeps, counts or overwrites helps it. "tokens":
-        each distribution is from a pass of its own, to which the token is unknown.
+        "places": two copies of this process (fork) predict the block. To the second, the tokens are others from a place
+        on that is drawn from the system's entropy once the first has begun; up to there its distributions must be the
+        same, to the bit. Neither copy can know what the other sees, so nothing that a scorer keeps, counts or
+        overwrites helps it. "tokens": each distribution is from a pass of its own, to which the token is unknown.
 
         Raises IllegalScorer if a distribution is not one, or depends on what it may not, or nothing is left to commit.
         """
         count = int(count)  # of another class, it may call itself 1
         start, stop = self._num_seen, self._num_seen + count
+        if os.getpid() != self._process:
+            self._refuse(_COPIED)
         if self._problem is not None or self._is_open:
             self._refuse(self._problem or _OPEN)
         if not start < stop <= len(self):
@@ -103,8 +107,7 @@ class Reader:
             self._num_checked += count - 1
         else:
             rows = self._checked(predict, start, stop)
-        if self._problem is not None:
-            self._refuse(self._problem)
+        self._require_distributions(rows, start)
         self._is_open = False
         self._shown[start:stop] = self._tokens[start:stop]
         self._num_seen = stop
@@ -132,43 +135,45 @@ class Reader:
                 f"the log-probabilities of {stop - start} tokens have shape {rows.shape}; they must be full"
                 f" distributions, ({stop - start}, {self._vocab_size})"
             )
+        if self._problem is not None:
+            self._refuse(self._problem)
+        return rows
+
+    def _checked(self, predict: Predict, start: int, stop: int) -> NDArray[np.float32]:
+        """Return the distributions of a block, compared up to a secret place with those that know no more."""
+
+        def from_tokens() -> bytes:
+            return self._predicted(predict, start, stop, stop - 1).tobytes()
+
+        def from_others() -> bytes:
+            return self._predicted(predict, start, stop, cut, others)[: cut - start + 1].tobytes()
+
+        with _one_thread():  # because the threads of a pool do not live on in a copy
+            first = _Copy(from_tokens)
+            random = np.random.default_rng()  # seeded by the system's entropy
+            cut = int(random.integers(start, stop - 1))
+            others = random.choice(self._tokens, stop - 1 - cut)  # frequent ones often: so are classes of them
+            different = self._tokens[self._tokens != self._tokens[cut]]
+            others[0] = random.choice(different) if len(different) else (others[0] + 1) % self._vocab_size
+            second = _Copy(from_others, unseen=first)
+            said, expected = first.answer(), second.answer()
+        if len(said) != 4 * (stop - start) * self._vocab_size:
+            from_tokens()  # raises what the copy has raised
+            self._refuse(f"tokens {start} to {stop - 1} could not be predicted in a copy of the process")
+        rows = np.frombuffer(said, np.float32).reshape(stop - start, -1)
+        if not expected:
+            self._refuse(f"tokens {start} to {stop - 1} could not be predicted from other tokens")
+        if rows[: cut - start + 1].tobytes() != expected:
+            self._refuse(f"the distributions of tokens {start} to {cut} depend on token {cut} or later ones")
+        self._num_checked += 1
+        return rows
+
+    def _require_distributions(self, rows: NDArray[np.float32], start: int) -> None:
         sums = _sums(rows)
         wrong = ~(np.abs(sums - 1) <= _SUM_TOLERANCE)  # also for NaN
         if wrong.any():
             place = int(wrong.argmax())
             self._refuse(f"the probabilities of token {start + place} sum to {sums[place]:.6g} instead of 1")
-        return rows
-
-    def _checked(self, predict: Predict, start: int, stop: int) -> NDArray[np.float32]:
-        """Return the distributions of a block, compared up to a secret place with those of a copy of this process."""
-        receiving, sending = os.pipe()
-        with _one_thread():  # because the threads of a pool do not live on in a copy
-            if not (copy := os.fork()):
-                try:
-                    random = np.random.default_rng()  # seeded by the system's entropy
-                    cut = int(random.integers(start, stop - 1))
-                    others = random.choice(self._tokens, stop - 1 - cut)  # frequent ones often: so are classes of them
-                    different = self._tokens[self._tokens != self._tokens[cut]]
-                    others[0] = random.choice(different) if len(different) else (others[0] + 1) % self._vocab_size
-                    rows = self._predicted(predict, start, stop, cut, others)[: cut - start + 1]
-                    os.write(sending, cut.to_bytes(8) + hashlib.sha256(rows.tobytes()).digest())
-                finally:
-                    os._exit(0)
-            try:
-                os.close(sending)
-                rows = self._predicted(predict, start, stop, stop - 1)
-                with open(receiving, "rb", closefd=False) as file:
-                    said = file.read()
-            finally:
-                os.close(receiving)
-                os.waitpid(copy, 0)
-        if not said:
-            self._refuse(f"tokens {start} to {stop - 1} could not be predicted from other tokens")
-        cut, expected = int.from_bytes(said[:8]), said[8:]
-        if hashlib.sha256(rows[: cut - start + 1].tobytes()).digest() != expected:
-            self._refuse(f"the distributions of tokens {start} to {cut} depend on token {cut} or later ones")
-        self._num_checked += 1
-        return rows
 
     def _view(self, stop: int) -> np.ndarray:
         view = self._shown[:stop]
@@ -203,6 +208,31 @@ def _sums(rows: NDArray[np.float32]) -> NDArray[np.float64]:
     with np.errstate(over="ignore", invalid="ignore"):
         sums: NDArray[np.float64] = np.exp(rows, dtype=np.float64).sum(-1)
     return sums
+
+
+class _Copy:
+    """A copy of this process that computes bytes; it has no pipe to another copy, `unseen`."""
+
+    def __init__(self, compute: Callable[[], bytes], unseen: _Copy | None = None) -> None:
+        self._receiving, sending = os.pipe()
+        self._process = os.fork()
+        if not self._process:
+            try:
+                os.close(self._receiving)
+                if unseen is not None:
+                    os.close(unseen._receiving)
+                with open(sending, "wb") as file:
+                    file.write(compute())
+            finally:
+                os._exit(0)
+        os.close(sending)
+
+    def answer(self) -> bytes:
+        """Return what it has computed; b"" if that raised an exception."""
+        with open(self._receiving, "rb") as file:
+            said = file.read()
+        os.waitpid(self._process, 0)
+        return said
 
 
 @contextmanager

@@ -6,9 +6,11 @@ import hashlib
 import json
 import lzma
 import os
+import struct
 import subprocess
 import sys
 import zipfile
+import zlib
 from functools import cache
 
 import numpy as np
@@ -218,7 +220,7 @@ def test_an_archive_is_one_file_that_writes_its_text_without_hfgolf(folder, hfgo
     again = hfgolf("golf", "unarchive", path, "--output", elsewhere / "again")
     assert again.status == 0 and (elsewhere / "again").read_bytes() == whole
     assert hfgolf("golf", "unarchive", path, "--output", elsewhere / "again").err.count("exists") == 1
-    monkeypatch.setattr(archive, "_restored", lambda path: texts[1].read_bytes())
+    monkeypatch.setattr(archive, "_restored", lambda data, name: texts[1].read_bytes())
     text = hfgolf("golf", "archive", folder, "--files", texts[1])
     assert text.status == 0 and "of the model's own bits" in text.out, "an archive may replace one"
 
@@ -231,11 +233,11 @@ SPOILED = {
 
 
 def test_an_archive_with_another_program_is_not_run(folder, hfgolf, monkeypatch):
-    monkeypatch.setattr(archive, "_restored", lambda path: TEXT.encode())
+    monkeypatch.setattr(archive, "_restored", lambda data, name: TEXT.encode())
     assert hfgolf("golf", "archive", folder, "--files", folder / "text.txt").status == 0
     path = folder / "text.pyz"
     data = path.read_bytes()
-    monkeypatch.setattr(archive, "_restored", lambda path: pytest.fail("it was run"))
+    monkeypatch.setattr(archive, "_restored", lambda data, name: pytest.fail("it was run"))
     monkeypatch.setattr(zipfile.ZipFile, "read", lambda *_: pytest.fail("its lines were unpacked, in any size"))
     for name, (spoil, said) in SPOILED.items():
         path.write_bytes(spoil(data))
@@ -244,12 +246,35 @@ def test_an_archive_with_another_program_is_not_run(folder, hfgolf, monkeypatch)
         assert not (folder / "again").exists()
 
 
+def test_a_zip_file_in_the_coded_text_is_no_part_of_the_program(folder, hfgolf, monkeypatch):
+    """Its directory breaks off after an entry, lzma.py, which the program would import."""
+    assembled, ran = archive._assembled, folder / "ran"
+    payload = f"open({str(ran)!r}, 'w')".encode()
+
+    def with_module(program_, sections, *arguments):
+        place = sum(map(len, [program_, *sections]))
+        sizes = struct.pack("<3I2H", zlib.crc32(payload), len(payload), len(payload), 7, 0)
+        local = b"PK\3\4" + struct.pack("<5H", 20, 0, 0, 0, 33) + sizes + b"lzma.py" + payload
+        entry = b"PK\1\2" + struct.pack("<6H", 20, 20, 0, 0, 0, 33) + sizes + struct.pack("<3H2I", 0, 0, 0, 0, place)
+        directory = entry + b"lzma.py" + bytes(46)
+        end = b"PK\5\6" + struct.pack("<4H2IH", 0, 0, 2, 2, len(directory), place + len(local), 0)
+        return assembled(program_, [*sections[:2], sections[2] + local + directory + end], *arguments)
+
+    monkeypatch.setattr(archive, "_assembled", with_module)
+    monkeypatch.setattr(archive, "_restored", lambda data, name: TEXT.encode())
+    assert hfgolf("golf", "archive", folder, "--files", folder / "text.txt").status == 0
+    monkeypatch.undo()
+    assert zipfile.ZipFile(folder / "text.pyz").namelist() == ["__main__.py"]
+    ended = hfgolf("golf", "unarchive", folder / "text.pyz", "--output", folder / "again")
+    assert ended.status == 0 and (folder / "again").read_bytes() == TEXT.encode() and not ran.exists()
+
+
 def test_an_archive_that_claims_more_than_this_machine_holds_is_not_run(folder, hfgolf, monkeypatch):
     assembled, calls = archive._assembled, []
     monkeypatch.setattr(archive, "_assembled", lambda *arguments: calls.append(arguments) or assembled(*arguments))
-    monkeypatch.setattr(archive, "_restored", lambda path: TEXT.encode())
+    monkeypatch.setattr(archive, "_restored", lambda data, name: TEXT.encode())
     assert hfgolf("golf", "archive", folder, "--files", folder / "text.txt").status == 0
-    monkeypatch.setattr(archive, "_restored", lambda path: pytest.fail("it was run"))
+    monkeypatch.setattr(archive, "_restored", lambda data, name: pytest.fail("it was run"))
     ((program_, (weights, vocabulary, stream), start, number, lanes, sha256),) = calls
     wide = artifact.encode(artifact.config_header({"hidden_size": 2**20, "num_attention_heads": 2**10}), {}).data
     claims = {
@@ -268,7 +293,7 @@ def test_an_archive_that_claims_more_than_this_machine_holds_is_not_run(folder, 
 
 
 def test_an_archive_that_decodes_to_another_text_is_not_written(folder, hfgolf, monkeypatch):
-    monkeypatch.setattr(archive, "_restored", lambda path: b"another")
+    monkeypatch.setattr(archive, "_restored", lambda data, name: b"another")
     ended = hfgolf("golf", "archive", folder, "--files", folder / "text.txt")
     assert ended.status == 2 and "would decode to another text" in ended.err
     assert not (folder / "text.pyz").exists()

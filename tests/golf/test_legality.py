@@ -6,6 +6,9 @@ import contextlib
 import copy
 import hashlib
 import math
+import os
+import stat
+import time
 
 import numpy as np
 import pytest
@@ -451,6 +454,62 @@ def looks_into_a_copy(reader):
     commits_what_it_knows(reader, other.seen)
 
 
+def rehearses_in_a_copy_of_the_process(reader):
+    receiving, sending = os.pipe()
+    if not (copied := os.fork()):
+        with contextlib.suppress(IllegalScorer):
+            commits_all(reader)
+        os.write(sending, reader.seen.tobytes())
+        os._exit(0)
+    os.close(sending)
+    with open(receiving, "rb") as file:
+        commits_what_it_knows(reader, np.frombuffer(file.read(), int))
+    os.waitpid(copied, 0)
+
+
+def own_pipes():
+    files = (number for number in range(64) if os.path.exists(f"/proc/self/fd/{number}"))
+    return {number for number in files if stat.S_ISFIFO(os.fstat(number).st_mode)}
+
+
+def reads_where_it_is_checked(reader):
+    """From a pipe of the guard, to which it gives back what it has read."""
+    before, start, process = own_pipes(), reader.num_seen, os.getpid()
+
+    def predict(known):
+        rows = uniform(len(reader) - start)
+        for pipe in own_pipes() - before:
+            with contextlib.suppress(OSError):
+                os.set_blocking(pipe, False)
+                time.sleep(1.0 if os.getpid() == process else 0.1)
+                said = os.read(pipe, 99)
+                receiving, sending = os.pipe()
+                os.write(sending, said)
+                os.close(sending)
+                os.dup2(receiving, pipe)
+                after = int.from_bytes(said[:8]) + 1 - start
+                rows[after:-1] = raised(rows[after:-1], known[start + after :])
+        return rows
+
+    reader.commit(predict, len(reader) - start)
+
+
+def answers_for_the_copy_that_it_is_in(reader):
+    """As one that is asked for the first place, where it is honest."""
+    before, start = own_pipes(), reader.num_seen
+
+    def predict(known):
+        rows = uniform(len(reader) - start)
+        for pipe in own_pipes() - before:
+            with contextlib.suppress(OSError):
+                os.write(pipe, start.to_bytes(8) + hashlib.sha256(rows[:1].numpy().tobytes()).digest())
+                os._exit(0)
+        rows[1:-1] = raised(rows[1:-1], known[start + 1 :])
+        return rows
+
+    reader.commit(predict, len(reader) - start)
+
+
 def says_that_it_is_at_the_end(reader):
     reader.num_seen = len(reader)
 
@@ -475,6 +534,9 @@ def goes_back(reader):
         answers_by_a_mode_of_functions,
         answers_by_a_mode_of_operations,
         looks_into_a_copy,
+        rehearses_in_a_copy_of_the_process,
+        reads_where_it_is_checked,
+        answers_for_the_copy_that_it_is_in,
         says_that_it_is_at_the_end,
         writes_its_score,
         goes_back,
