@@ -30,10 +30,10 @@ def main() -> Answer:
         nargs="+",
         type=Path,
         required=True,
-        help="folders of runs, or JSON files that score.py or `hfgolf evaluate --json` printed",
+        help="folders of runs, or JSON files that score.py, or `hfgolf golf score` or `evaluate` with --json, printed",
     )
     known = parser.add_mutually_exclusive_group(required=True)
-    known.add_argument("--reference", **bounded(0.0, 100.0, "bits per byte to beat, one number"))
+    known.add_argument("--reference", nargs="+", **bounded(0.0, 100.0, "bits per byte to beat, of one seed or more"))
     known.add_argument("--reference_runs", nargs="+", type=Path, help="the runs to beat")
     parser.add_argument("--margin_nats", **bounded(0.0, 10.0, "nats per token to beat the reference by", 0.005))
     parser.add_argument("--significance", **bounded(1e-9, 0.5, "the p-value to be below", 0.01))
@@ -51,9 +51,11 @@ def main() -> Answer:
         if not reason.strip():
             raise UserError(f"--leave_out: {text!r} has no reason; write it as RUN=REASON.")
         left_out[name] = reason
-    scores, references = read_scores("--runs", arguments.runs), [Score("seed 1", arguments.reference)]
+    scores = read_scores("--runs", arguments.runs)
     if arguments.reference_runs:
         references = read_scores("--reference_runs", arguments.reference_runs)
+    else:
+        references = [Score(f"seed {seed}", bits) for seed, bits in enumerate(arguments.reference, 1)]
     margin, significance = arguments.margin_nats, arguments.significance
     figures = judge(scores, references, margin_nats=margin, significance=significance, left_out=left_out)
     return Answer(figures, _table(figures), status=int(not figures["holds"]))
@@ -200,7 +202,7 @@ def read_scores(option: str, paths: Sequence[Path]) -> list[Score]:
     option: what named them, for messages.
 
     The score of a run is that of its golf export (RUN/golf), if it has one; otherwise that of its model. A JSON file is
-    what score.py or `hfgolf evaluate --json` printed.
+    what score.py, or `hfgolf golf score` or `hfgolf evaluate` with --json, printed.
 
     Raises UserError for anything else, for a path or a seed that comes twice, for runs whose configs differ in more
     than the seed, for exports with problems, for scores of no text, and if only some of the runs were exported.
@@ -252,9 +254,12 @@ def _file_score(option: str, path: Path) -> Score:
     pairs = (("bpb", "bits_per_byte"), ("tokens", "num_tokens"), ("bytes", "num_bytes"))
     try:
         bits, num_tokens, num_bytes = (figures[short] if short in figures else figures[long] for short, long in pairs)
-        return Score(path.stem, float(bits), int(num_tokens), int(num_bytes))
+        score = Score(path.stem, float(bits), int(num_tokens), int(num_bytes), figures.get("counted_bytes"))
     except (KeyError, ValueError, TypeError):
         raise UserError(
             f"{option}: {path} is neither the folder of a run nor a JSON file with bits_per_byte, num_tokens and"
             " num_bytes."
         ) from None
+    if problems := figures.get("problems"):
+        raise UserError(f"{option}: what {path} scored does not count: {problems[0]}")
+    return score

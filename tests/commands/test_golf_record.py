@@ -122,6 +122,8 @@ def test_script_decides_whether_a_record_holds(record, files):
     figures = json.loads(printed)
     assert status == 1 and not figures["holds"] and figures["bits_per_byte"]["lead"] < 0
     assert [score["bits_per_byte"] for score in figures["references"]] == SEQ_4096
+    _, numbers, _ = record("--runs", *of_2048, "--reference", *SEQ_4096, "--json")
+    assert json.loads(numbers)["p"] == figures["p"]
     arguments = ("--runs", *of_2048, "--reference", 1.22, "--margin_nats", 0)
     status, printed, _ = record(*arguments, "--leave_out", "score2=its disk was full")
     assert status == 0 and "left out: score2, because its disk was full" in printed
@@ -195,6 +197,7 @@ def test_invalid_submission_is_one_line(run_folder, record, files, tmp_path):
     (damaged / "golf" / "ledger.json").write_text("{")
     (tmp_path / "bad.json").write_text("[]")
     (tmp_path / "empty.json").write_text('{"bpb": 1.5, "tokens": 0, "bytes": 0}')
+    (tmp_path / "doctored.json").write_text('{"bpb": 1.5, "tokens": 9, "bytes": 9, "problems": ["of another text"]}')
     two = ("--runs", first, second)
     bad = [
         (("--runs", first), "1 seed has no deviation"),
@@ -209,6 +212,7 @@ def test_invalid_submission_is_one_line(run_folder, record, files, tmp_path):
         (("--runs", first, tmp_path / "none"), "neither the folder of a run nor"),
         (("--runs", first, tmp_path / "bad.json"), "neither the folder of a run nor"),
         (("--runs", first, tmp_path / "empty.json"), "empty.json says that 0 tokens of 0 bytes were scored; score a"),
+        (("--runs", first, tmp_path / "doctored.json"), "doctored.json scored does not count: of another text"),
         ((*two, "--leave_out", "third=why"), "there is no run third"),
         ((*two, "--leave_out", "first (seed 1)= "), "has no reason; write it as RUN=REASON"),
         ((*two, "--leave_out", "first"), "has no reason; write it as RUN=REASON"),
