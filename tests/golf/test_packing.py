@@ -124,8 +124,10 @@ def own(tmp_path_factory):
 
 def test_unpack_needs_numpy_and_torch_only(own, tmp_path):
     program = (
-        "import runpy, sys, torch\n"
-        "unpack = runpy.run_path('unpack.py')['unpack']\n"
+        "import sys\n"
+        "sys.path.insert(0, '.')\n"
+        "import torch\n"
+        "from unpack import unpack\n"
         "torch.save(unpack('artifact.bin'), sys.argv[1])\n"
         "print(*{'hfgolf', 'transformers'} & {*sys.modules})\n"
     )
