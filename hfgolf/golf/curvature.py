@@ -133,8 +133,8 @@ def grid_layers(model: nn.Module) -> dict[nn.Module, str]:
 
 
 def place(tensor: Tensor) -> tuple[Any, ...]:
-    """Return where a tensor is: tied weights are one parameter, or several that share their memory."""
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
+    """Return where a tensor is: tied weights are one parameter, or several that read the same memory alike."""
+    return tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
 
 
 def summed_loss(model: nn.Module, batch: Any) -> tuple[Tensor, int, Tensor | None]:

@@ -157,8 +157,11 @@ class StateCoding:
         names: dict[Any, list[str]] = {}
         state = model.state_dict(keep_vars=True)
         for name, tensor in state.items():
-            if not isinstance(tensor, Tensor) or tensor.is_meta:
-                raise UserError(f"model: {name} of its state dict is no tensor with values, and only such are packed.")
+            if not isinstance(tensor, Tensor) or tensor.is_meta or tensor.layout is not torch.strided:
+                raise UserError(
+                    f"model: {name} of its state dict is no dense tensor with values; only such are packed."
+                )
+            tensor = state[name] = tensor.resolve_conj().resolve_neg()  # such a view has other values than its memory
             names.setdefault(place(tensor) if tensor.numel() else name, []).append(name)
         self.tensors: dict[str, Tensor] = {}
         self.weights: dict[str, NDArray[np.float32]] = {}

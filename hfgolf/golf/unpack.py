@@ -37,13 +37,14 @@ def unpack(path: str) -> dict[str, torch.Tensor]:
     state, at = {}, 0
     for names, dtype_name, shape, kind in entries:
         dtype = getattr(torch, dtype_name)
+        # A copy, because without elements, what from_numpy returns has no view of another type.
         if kind == EXACT:
             size = math.prod(shape) * dtype.itemsize
-            values = np.frombuffer(exact, np.uint8, size, at).copy()
-            tensor, at = torch.from_numpy(values).view(dtype).reshape(shape), at + size
+            values = torch.tensor(np.frombuffer(exact, np.uint8, size, at))
+            tensor, at = values.view(dtype).reshape(shape), at + size
         else:
-            weight = np.asarray(next(weights))
-            tensor = torch.from_numpy(weight.T if kind == TRANSPOSED else weight).to(dtype).contiguous()
+            weight = torch.from_numpy(np.asarray(next(weights)))
+            tensor = torch.empty(shape, dtype=dtype).copy_(weight.T if kind == TRANSPOSED else weight)
         for name in names:
             state[name] = tensor
     return state

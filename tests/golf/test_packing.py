@@ -147,6 +147,21 @@ def test_tied_weights_are_stored_once_and_stay_tied(own):
     assert "head.weight" not in StateCoding(shared).tensors
 
 
+def test_buffers_are_exact(tmp_path):
+    """Also without elements, of other types in the same memory, and views that torch computes when they are read."""
+    model = with_every_weight_used(OwnGPT())
+    model.nothing = nn.Parameter(torch.empty(0, 3))
+    turns = torch.polar(torch.ones(3), torch.arange(3.0))
+    buffers = [torch.empty(0), torch.empty(0, 3, dtype=torch.bool), model.angles.view(torch.int32), model.angles]
+    for index, buffer in enumerate([*buffers, turns, turns.conj(), turns.conj().imag]):
+        model.register_buffer(f"b{index}", buffer)
+    packed = pack(model, batches(), 20_000, tmp_path / "packed")
+    state = unpack(str(packed.folder / "artifact.bin"))
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        assert state[name].dtype == buffer.dtype and torch.equal(state[name], buffer), name
+    assert state["b3"] is state["angles"] is not state["b2"]
+
+
 def test_a_batch_may_be_what_the_model_takes():
     """Ids, keyword arguments with labels, or positional ones: the same text has the same curvature."""
     model = with_every_weight_used(OwnGPT(is_tied=False))
@@ -234,8 +249,12 @@ def test_what_cannot_be_packed_is_refused_in_one_line(tmp_path):
     for no_model in ("gpt2", OwnGPT, nn.ReLU()):
         with pytest.raises(UserError, match=r"^model: .* is no nn.Module with linear layers or embeddings"):
             pack(no_model, batches(), budget, tmp_path / "packed")
-    with pytest.raises(UserError, match=r"^model: mix of its state dict is no tensor with values"):
+    with pytest.raises(UserError, match=r"^model: mix of its state dict is no dense tensor with values"):
         pack(OwnGPT().to("meta"), batches(), budget, tmp_path / "packed")
+    sparse = OwnGPT()
+    sparse.register_buffer("links", torch.eye(3).to_sparse())
+    with pytest.raises(UserError, match=r"^model: links of its state dict is no dense tensor with values"):
+        pack(sparse, batches(), budget, tmp_path / "packed")
     for no_budget in ("2MB", float("nan"), float("inf")):
         with pytest.raises(UserError, match=r"^budget_bytes: .* is no number of bytes, such as 500_000"):
             pack(model, batches(), no_budget, tmp_path / "packed")
