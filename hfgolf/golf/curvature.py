@@ -38,7 +38,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from hfgolf.data.batches import Batch, MicroBatches, Stream, stream_positions
-from hfgolf.evaluate.context import evaluation_mode, uncompiled
+from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.model.modeling_golf import IGNORE_INDEX
 from hfgolf.system.errors import UserError
 
@@ -208,7 +208,8 @@ def measure_curvature(
     others = [parameter for parameter in others if parameter.is_floating_point()]
     num_tokens, unseen = 0, set[str]()
     try:
-        with evaluation_mode(model), uncompiled(model), torch.enable_grad(), _all_trainable(model):
+        eager = torch.compiler.set_stance("force_eager")  # hooks see no gradients inside a compiled graph
+        with eager, evaluation_mode(model), torch.enable_grad(), _all_trainable(model):
             for batch in batches:
                 nats, count, logits = summed_loss(model, batch)
                 num_tokens += count
@@ -218,7 +219,7 @@ def measure_curvature(
             probe.handle.remove()
     if not num_tokens:
         raise ValueError("measure_curvature: no calibration text")
-    unseen |= {probe.name for probe in probes if not probe.vectors or not probe.is_known}
+    unseen |= {probe.name for probe in probes if not (probe.vectors and probe.is_known and probe.has_gradient)}
     result: dict[str, Curvature] = {}
     for probe in probes:
         if probe.name in unseen:
@@ -265,11 +266,13 @@ class _Probe:
 
     edges: where the graph of a pass begins, if it begins with this layer. output: of a linear layer, in this pass.
     is_hidden: whether the gradients that pass now are those of the loss, at a layer that is not the head. is_known:
-    whether each output was seen, and is what a layer of this kind makes of its inputs, up to a factor.
+    whether each output was seen, and is what a layer of this kind makes of its inputs, up to a factor. has_gradient:
+    whether a gradient came through any output, be it zero, or the curvature of the logits.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
-        self.name, self.module, self.is_hidden, self.is_known = name, module, False, True
+        self.name, self.module = name, module
+        self.is_hidden, self.is_known, self.has_gradient = False, True, False
         self.kind = next(kind for kind in _LAYERS if isinstance(module, kind))
         rows, columns = module.weight.T.shape if self.kind is Conv1D else module.weight.shape  # type: ignore[misc]
         self.hessian = torch.zeros(columns, columns, dtype=torch.float64)
@@ -316,12 +319,14 @@ class _Probe:
         self.vectors += len(vectors)
 
     def add_occurrences(self, token_ids: Tensor, gradient: Tensor) -> None:
+        self.has_gradient = True
         self.add_products(self.factor * gradient)
         self.row_sums += torch.bincount(token_ids.flatten(), minlength=len(self.row_sums)).cpu()
 
     def add_gradient(self, gradient: Tensor) -> None:
         if not self.is_hidden:
             return
+        self.has_gradient = True
         gradients = (self.factor * gradient).flatten(0, -2).float()
         self.row_sums += gradients.square().sum(0).cpu().double()
         if gradients.shape[1] <= MAX_ROWS:
@@ -340,6 +345,7 @@ class _Probe:
             if not of_first[..., 0].any() or of_first[..., 1:].any():
                 return False
             (slopes,) = gradient(logits.sum())  # elementwise, so this is the slope of each
+        self.has_gradient = True
         shares = logits.detach().float().softmax(-1)
         curvatures = shares * (1 - shares) * (self.factor * slopes) ** 2
         self.row_sums += curvatures.flatten(0, -2).sum(0).cpu().double()

@@ -6,6 +6,7 @@ import math
 import shutil
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -60,6 +61,17 @@ class OwnGPT(nn.Module):
         if targets is None:
             return logits
         return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Detached(nn.Module):
+    """A layer whose output no gradient reaches."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x + self.layer(x).detach()
 
 
 def batches(count=4, seed=0):
@@ -162,6 +174,36 @@ def test_buffers_are_exact(tmp_path):
     assert state["b3"] is state["angles"] is not state["b2"]
 
 
+def compiled_forward(model):
+    model.forward = torch.compile(model.forward, backend="eager")
+    return model
+
+
+def compiled_blocks(model):
+    model.blocks = nn.Sequential(*(torch.compile(block, backend="eager") for block in model.blocks))
+    return model
+
+
+@pytest.mark.parametrize(
+    "compiled", [lambda model: torch.compile(model, backend="eager"), compiled_blocks, compiled_forward]
+)
+def test_a_compiled_model_is_measured_as_any_other(compiled):
+    model = with_every_weight_used(OwnGPT())
+    plain = measure_curvature(model, batches())
+    measured = measure_curvature(compiled(model), batches())
+    assert [name.replace("_orig_mod.", "") for name in measured] == [*plain]
+    for one, other in zip(plain.values(), measured.values(), strict=True):
+        torch.testing.assert_close(torch.from_numpy(other.row_weights), torch.from_numpy(one.row_weights))
+
+
+def test_a_packed_compiled_model_has_its_names(tmp_path):
+    model: Any = torch.compile(with_every_weight_used(OwnGPT()), backend="eager")
+    packed = pack(model, batches(), 20_000, tmp_path / "packed")
+    assert packed.loss_after == pytest.approx(packed.loss_before, abs=0.5)
+    assert packed.kept.keys() == {"_orig_mod.mix"}
+    model.load_state_dict(unpack(str(packed.folder / "artifact.bin")), strict=True)
+
+
 def test_a_batch_may_be_what_the_model_takes():
     """Ids, keyword arguments with labels, or positional ones: the same text has the same curvature."""
     model = with_every_weight_used(OwnGPT(is_tied=False))
@@ -219,6 +261,8 @@ def test_what_cannot_be_seen_keeps_its_precision_and_is_named(tmp_path):
     other = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), layer, nn.Linear(WIDTH, VOCABULARY))
     names = {"0.weight", "1.linear1.weight", "1.linear2.weight", "2.weight"}
     assert measure_curvature(with_every_weight_used(other), batches()).keys() == names
+    other = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), Detached(), nn.Linear(WIDTH, VOCABULARY))
+    assert measure_curvature(with_every_weight_used(other), batches()).keys() == {"0.weight", "2.weight"}
 
 
 def test_a_budget_that_cannot_be_reached_is_refused_before_anything_is_measured(tmp_path):
