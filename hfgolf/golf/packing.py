@@ -73,8 +73,8 @@ def pack(
     """Write a model to a folder as artifact.bin and unpack.py, which together take 99.5 to 100 % of budget_bytes.
 
     Anywhere, `unpack("artifact.bin")` of unpack.py returns the state dict: the same names, dtypes, tied weights and
-    buffers as here, and the weights that were evaluated here, to the bit. torch.compile(model) puts
-    `_orig_mod.` into the names; for plain ones, pack the model itself. The model is left as it is.
+    buffers as here, and the weights that were evaluated here, to the bit. torch.compile(model) puts `_orig_mod.` into
+    the names; for plain ones, pack the model itself. The model is left as it is.
 
     Args:
         model: any module whose weights are mostly nn.Linear, nn.Embedding or transformers' Conv1D. Their matrices are
