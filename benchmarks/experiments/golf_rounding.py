@@ -3,7 +3,7 @@
     python benchmarks/experiments/golf_rounding.py --run runs/small --budgets 1800000 1200000 800000
 
 Rounds the weights of a run to each budget in each way: to the nearest; with errors passed on to later columns (GPTQ);
-and to later rows (feedback); and by coordinate descent after that, as an export does (rows). Scores them on the whole
+and to later rows (feedback); and by coordinate descent after that, as an export does (descent). Scores them on the whole
 validation part in flat windows, as an export does. "added" is what rounding adds to the loss of the float weights, in
 nats per token. Adds a row for each to golf_rounding.jsonl in results/. Losses don't depend on the machine or on its
 load; seconds do.
@@ -28,7 +28,7 @@ from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train.console import quiet_libraries
 
 RESULTS = Path(__file__).parent / "results" / "golf_rounding.jsonl"
-ARMS = ("nearest", "columns", "feedback", "rows")
+ARMS = ("nearest", "columns", "feedback", "descent")
 SWEEPS = gptq._SWEEPS
 
 
@@ -57,11 +57,11 @@ def main() -> None:
     print(f"{'bytes':>10}{'arm':>10}{'added':>9}{'predicted':>11}{'seconds':>9}")
     for budget in arguments.budgets:
         for arm in arguments.arms:
-            gptq._SWEEPS = SWEEPS if arm == "rows" else 0
+            gptq._SWEEPS = SWEEPS if arm == "descent" else 0
             begun_at = time.perf_counter()
             found = quantize_model(
                 weights,
-                curvature if arm in ("feedback", "rows") else one_sided,
+                curvature if arm in ("feedback", "descent") else one_sided,
                 budget_bytes=budget,
                 overhead_bytes=0,
                 size_of=lambda on_grids: len(encode(on_grids).data),
