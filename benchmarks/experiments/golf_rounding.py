@@ -3,10 +3,10 @@
     python benchmarks/experiments/golf_rounding.py --run runs/small --budgets 1800000 1200000 800000
 
 Rounds the weights of a run to each budget in each way: to the nearest; with errors passed on to later columns (GPTQ);
-and to later rows (feedback); and by coordinate descent after that, as an export does (descent). Scores them on the whole
-validation part in flat windows, as an export does. "added" is what rounding adds to the loss of the float weights, in
-nats per token. Adds a row for each to golf_rounding.jsonl in results/. Losses don't depend on the machine or on its
-load; seconds do.
+and to later rows (feedback); and by coordinate descent after that, as an export does (descent). Scores them on the
+whole validation part in flat windows, as an export does. "added" is what rounding adds to the loss of the float
+weights, in nats per token. Adds a row for each to golf_rounding.jsonl in results/. Losses don't depend on the machine
+or on its load; seconds do.
 """
 
 from __future__ import annotations
