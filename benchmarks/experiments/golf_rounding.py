@@ -22,7 +22,7 @@ from golf_export import Scorer, Weights
 from hfgolf.golf import gptq
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.export import curvature_of
-from hfgolf.golf.quantize import matrices, quantize_model
+from hfgolf.golf.quantize import QuantizedModel, matrices, quantize_model
 from hfgolf.golf.source import run_source
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train.console import quiet_libraries
@@ -40,44 +40,25 @@ def main() -> None:
     parser.add_argument("--calibration_tokens", type=int, default=32_768)
     arguments = parser.parse_args()
     quiet_libraries()
-    source = run_source(arguments.run)
-    model = source.model
-    assert isinstance(model, GolfForCausalLM)
-    weights, encode = matrices(model), model_encoder(model)
-    scorer = Scorer(source, len(source.tokens.val))
-
-    def nats(changed: Weights) -> float:
-        score = scorer.score(changed)
-        return float(score["nats"] / score["tokens"])
-
-    exact = nats({})
-    curvature = curvature_of(source, arguments.calibration_tokens)
-    one_sided = {name: replace(one, output_hessian=None) for name, one in curvature.items()}
-    print(f"{arguments.run.name}: {exact:.4f} nats per token in floats")
+    subject = Subject(arguments.run, arguments.calibration_tokens)
+    weights, curvature = subject.weights, subject.curvature
+    print(f"{arguments.run.name}: {subject.exact_nats:.4f} nats per token in floats")
     print(f"{'bytes':>10}{'arm':>10}{'added':>9}{'predicted':>11}{'seconds':>9}")
     for budget in arguments.budgets:
         for arm in arguments.arms:
-            gptq._SWEEPS = SWEEPS if arm == "descent" else 0
             begun_at = time.perf_counter()
-            found = quantize_model(
-                weights,
-                curvature if arm in ("feedback", "descent") else one_sided,
-                budget_bytes=budget,
-                overhead_bytes=0,
-                size_of=lambda on_grids: len(encode(on_grids).data),
-                method="nearest" if arm == "nearest" else "gptq",
-            )
+            found = subject.rounded(arm, budget)
             seconds = time.perf_counter() - begun_at
             rounded = {name: one.dequantized() for name, one in found.tensors.items()}
             row = {
                 "run": arguments.run.name,
                 "weights": sum(weight.size for weight in weights.values()),
-                "exact_nats": exact,
+                "exact_nats": subject.exact_nats,
                 "budget_bytes": budget,
                 "bytes": found.size_bytes,
                 "arm": arm,
                 "calibration_tokens": arguments.calibration_tokens,
-                "added_nats": nats(rounded) - exact,
+                "added_nats": subject.added_nats(rounded),
                 "predicted_nats": sum(
                     curvature[name].loss_increase(one - weights[name]) for name, one in rounded.items()
                 ),
@@ -89,6 +70,39 @@ def main() -> None:
                 f"{row['bytes']:>10,}{arm:>10}{row['added_nats']:>9.4f}{row['predicted_nats']:>11.4f}{seconds:>9.1f}",
                 flush=True,
             )
+
+
+class Subject:
+    """The weights of a run, which are rounded in the way of an arm, and scored on the whole validation part."""
+
+    def __init__(self, run: Path, calibration_tokens: int = 32_768) -> None:
+        source = run_source(run)
+        assert isinstance(source.model, GolfForCausalLM)
+        self.weights, self._encode = matrices(source.model), model_encoder(source.model)
+        self.curvature = curvature_of(source, calibration_tokens)
+        self._scorer = Scorer(source, len(source.tokens.val))
+        self.exact_nats = self._nats({})
+
+    def _nats(self, changed: Weights) -> float:
+        score = self._scorer.score(changed)
+        return float(score["nats"] / score["tokens"])
+
+    def added_nats(self, changed: Weights) -> float:
+        """Return what these weights add to the loss of the float weights, in nats per token."""
+        return self._nats(changed) - self.exact_nats
+
+    def rounded(self, arm: str, budget_bytes: int) -> QuantizedModel:
+        """Return the weights, rounded in the way of an arm so that the artifact alone takes these bytes."""
+        gptq._SWEEPS = SWEEPS if arm == "descent" else 0
+        has_rows = arm in ("feedback", "descent")
+        return quantize_model(
+            self.weights,
+            {name: one if has_rows else replace(one, output_hessian=None) for name, one in self.curvature.items()},
+            budget_bytes=budget_bytes,
+            overhead_bytes=0,
+            size_of=lambda on_grids: len(self._encode(on_grids).data),
+            method="nearest" if arm == "nearest" else "gptq",
+        )
 
 
 if __name__ == "__main__":

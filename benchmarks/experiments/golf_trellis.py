@@ -6,30 +6,24 @@ A prototype, without coder or decoder: the bits are the entropy of all integers 
 quantizer. A trellis of four or eight states has two quantizers, of even and of odd multiples of a step and zero, and
 the parity of each integer says which one the next weight of its row has (dependent quantization; Schwarz et al., DCC
 2019). A Viterbi search chooses; each survivor has passed its errors on to later columns (GPTQ).
-"scalar" is the same search with one state, "columns" and "default" are what hfgolf does with errors of columns alone,
-and at all. rate: what a bit costs, as a share of the mean price of a squared step. "added" is what rounding adds to the
-loss of the float weights, in nats per token of the whole validation part. Adds a row for each to golf_trellis.jsonl in
-results/.
+"scalar" is the same search with one state; "columns" and "descent" are those of golf_rounding.py, the last of which is
+what an export does. rate: what a bit costs, as a share of the mean price of a squared step. "added" is what rounding
+adds to the loss of the float weights, in nats per token of the whole validation part. Adds a row for each to
+golf_trellis.jsonl in results/.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-from golf_export import Scorer, Weights
+from golf_export import Weights
+from golf_rounding import Subject
 from numpy.typing import NDArray
 
-from hfgolf.golf import gptq
-from hfgolf.golf.artifact import model_encoder
-from hfgolf.golf.export import curvature_of
 from hfgolf.golf.gptq import Feedback, error_feedback
-from hfgolf.golf.quantize import matrices, quantize_model
-from hfgolf.golf.source import run_source
-from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train.console import quiet_libraries
 
 RESULTS = Path(__file__).parent / "results" / "golf_trellis.jsonl"
@@ -57,41 +51,22 @@ def main() -> None:
     parser.add_argument("--budget", required=True, type=int, help="bytes of hfgolf's artifact alone")
     arguments = parser.parse_args()
     quiet_libraries()
-    source = run_source(arguments.run)
-    model = source.model
-    assert isinstance(model, GolfForCausalLM)
-    weights, encode = matrices(model), model_encoder(model)
-    scorer = Scorer(source, len(source.tokens.val))
-
-    def nats(changed: Weights) -> float:
-        score = scorer.score(changed)
-        return float(score["nats"] / score["tokens"])
-
-    exact, num_weights = nats({}), sum(weight.size for weight in weights.values())
+    subject = Subject(arguments.run)
+    weights = subject.weights
+    num_weights = sum(weight.size for weight in weights.values())
 
     def show(arm: str, changed: Weights, bits: float, rate: float = 0.0, step: float = 1.0) -> None:
         row = {"run": arguments.run.name, "arm": arm, "rate": rate, "step": step, "bits_per_weight": bits / num_weights}
-        row["added_nats"] = nats(changed) - exact
+        row["added_nats"] = subject.added_nats(changed)
         with RESULTS.open("a") as file:
             file.write(json.dumps(row) + "\n")
         print(f"{arm:10}{rate:6.1f}{step:6.2f}{row['bits_per_weight']:8.3f} bits{row['added_nats']:9.4f}", flush=True)
 
-    curvature = curvature_of(source, 32_768)
-    one_sided = {name: replace(one, output_hessian=None) for name, one in curvature.items()}
-    sweeps, found = gptq._SWEEPS, {}
-    for arm in ("default", "columns"):
-        gptq._SWEEPS = sweeps if arm == "default" else 0
-        found = quantize_model(
-            weights,
-            curvature if arm == "default" else one_sided,
-            budget_bytes=arguments.budget,
-            overhead_bytes=0,
-            size_of=lambda on_grids: len(encode(on_grids).data),
-            method="gptq",
-        ).tensors
+    for arm in ("descent", "columns"):
+        found = subject.rounded(arm, arguments.budget).tensors
         bits = sum(entropy(np.unique(one.integers, return_counts=True)[1]) for one in found.values())
         show(arm, {name: one.dequantized() for name, one in found.items()}, bits)
-    feedback = {name: error_feedback(one.hessian) for name, one in curvature.items()}
+    feedback = {name: error_feedback(one.hessian) for name, one in subject.curvature.items()}
     for arm, (trellis, quantizers, shares) in TRELLISES.items():
         for rate in RATES:
             for share in shares:
