@@ -154,6 +154,7 @@ class Window:
         if layer not in self.kept:
             room = config.max_position_embeddings
             self.kept[layer] = [part.new_zeros(*part.shape[:2], room, part.shape[3]) for part in parts]
+            # what belongs together in a product of one token, the values of all tokens, is together in memory
             self.kept[layer][2] = self.kept[layer][2].mT.contiguous().mT
         for kept, part in zip(self.kept[layer], parts, strict=True):
             kept[:, :, end - part.shape[2] : end] = part
