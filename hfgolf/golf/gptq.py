@@ -159,20 +159,20 @@ def _round_block(
     """
     num_rows, num_columns = left.shape
     left, above, steps = (np.array(each, order="C") for each in (left, above, steps))
-    integers, errors, own_errors = (np.empty_like(left) for _ in range(3))
+    integers = np.empty_like(left)
+    in_memory = [each.ravel() for each in (left, above, steps, integers)]
     for antidiagonal in range(num_rows + num_columns - 1):
         first, stop = max(0, antidiagonal - num_columns + 1), min(num_rows, antidiagonal + 1)
         entries = slice(first * (num_columns - 1) + antidiagonal, None, max(1, num_columns - 1))
-        own, of_rows, step = (each.ravel()[entries][: stop - first] for each in (left, above, steps))
-        rounded = np.clip(np.rint((own + of_rows) / step), -MAX_INTEGER, MAX_INTEGER)
+        own, of_rows, step, rounded = (each[entries][: stop - first] for each in in_memory)
+        np.rint((own + of_rows) / step, out=rounded)
+        rounded.clip(-MAX_INTEGER, MAX_INTEGER, out=rounded)
         own_error = own - rounded * step
-        error = own_error + of_rows
-        for each, value in ((integers, rounded), (errors, error), (own_errors, own_error)):
-            each.ravel()[entries][: stop - first] = value
         across = slice(antidiagonal - stop + 1, antidiagonal - first + 1)
         left[first:stop, across.start :] -= own_error[:, None] * to_columns[across, across.start :][::-1]
-        above[:, across] -= (to_rows[first:stop].T * error)[:, ::-1]
-    return integers, errors, own_errors
+        above[first:, across] -= (to_rows[first:stop, first:].T * (own_error + of_rows))[:, ::-1]
+    own_errors = left - integers * steps  # an entry gets nothing more after it was rounded
+    return integers, own_errors + above, own_errors
 
 
 def _descend(grid: Quantized, weight: NDArray[np.floating], feedback: Feedback) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -38,7 +37,7 @@ SIDE_BYTES_PER_ROW = 1.0  # a step's code, and a class for the coder
 SIDE_BYTES_PER_COLUMN = 0.5  # a class for the coder
 SDCLIP_LEVELS = 31  # of 6 bits, to either side
 _AIM = 0.999  # of the budget; a real size a little off is still in [_CLOSE, 1]
-_CLOSE, _LOWEST = 0.998, 0.995  # what the first codings have to reach, and what is enough after them
+_CLOSE, _LOWEST = 0.997, 0.995  # what the first codings have to reach, and what is enough after them
 _FIRST_CODINGS = 4
 _DAMPING = 0.01  # of the Hessians of a matrix's inputs and outputs, as a share of the mean of their diagonal
 _EXCESS = 0.02  # of the budget, that integers nearer to zero can take away
@@ -235,12 +234,11 @@ def rounded(
 ) -> dict[str, Quantized]:
     """Return all matrices rounded at D = scale. plan, feedback: from plan_steps."""
 
-    def one(name: str) -> Quantized:
-        grid = weights[name], plan[name].row_codes(scale), plan[name].column_codes
-        return round_nearest(*grid) if feedback is None else round_with_feedback(*grid, feedback[name])
-
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:  # numpy lets go of the GIL
-        return dict(zip(weights, pool.map(one, weights), strict=True))
+    result = {}
+    for name, weight in weights.items():  # with a thread for each of several, they wait for Python's lock
+        grid = weight, plan[name].row_codes(scale), plan[name].column_codes
+        result[name] = round_nearest(*grid) if feedback is None else round_with_feedback(*grid, feedback[name])
+    return result
 
 
 @dataclass(frozen=True)
