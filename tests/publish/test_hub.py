@@ -144,7 +144,7 @@ def test_rejection_by_the_hub_is_one_line(exported, hub, status, path):
     assert "\n" not in str(caught.value) and str(status) in str(caught.value)
 
 
-def test_failed_push_in_a_run_is_a_warning(exported, hub, caplog):
+def test_failed_push_in_a_run_is_a_warning(exported, hub, pushes_here, caplog):
     hub.fail_with = 500
     pusher = HubPusher("user/name", private=False, format="golf")
     with caplog.at_level(logging.INFO, logger="hfgolf"):
