@@ -135,7 +135,9 @@ class DistillationLoss(nn.Module):
         """Sum over chunks of rows, whose logits the backward pass computes again, so that those of all never exist."""
         with torch.no_grad():
             said = [last_hidden(teacher, self._input_ids).flatten(0, 1) for teacher in self._teachers]
-        rows = max(1, (chunk_elements or default_chunk_elements(hidden.device.type)) // weight.shape[0])
+        elements = chunk_elements or default_chunk_elements(hidden.device.type)
+        # of a chunk, ten tensors are kept at once, and three of the plain loss, which memory.py predicts
+        rows = max(1, elements // 4 // weight.shape[0])
         nats = torch.zeros((), device=hidden.device)
         for start in range(0, len(hidden), rows):
             part = slice(start, start + rows)
@@ -149,7 +151,12 @@ class DistillationLoss(nn.Module):
             for teacher, each in zip(self._teachers, said, strict=True):
                 logits = cap_logits(F.linear(each, teacher.lm_head.weight).float(), teacher.config)
                 mean = mean + logits.softmax(-1) / len(said)
-        logarithms = cap_logits(F.linear(hidden, weight).float(), self._config).log_softmax(-1)
+        # A copy of the head for each chunk: autocast's is the same for all, so their gradients would be summed in bf16.
+        device = hidden.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        with torch.autocast(device, enabled=False):
+            logits = F.linear(hidden.to(dtype), weight.to(dtype)).float()
+        logarithms = cap_logits(logits, self._config).log_softmax(-1)
         counted = targets != IGNORE_INDEX
         plain = F.nll_loss(logarithms, targets, ignore_index=IGNORE_INDEX, reduction="sum")
         return (1 - SHARE) * plain - SHARE * ((mean * logarithms).sum(-1) * counted).sum()

@@ -72,6 +72,7 @@ class TrainingMemory:
     """Predicted bytes of one process on its device, by use."""
 
     weights: int
+    """With those of the models that teach."""
     gradients: int
     optimizer: int
     """Optimizer state."""
@@ -146,6 +147,7 @@ def run_memory(
     state = (2 if optim.state_dtype == "bf16" else 4) * kept_numbers[optim.name] + 4 * rows
     weights, gradients = 4 * parameters, 4 * trained
     average = weights if optim.has_ema else 0
+    weights *= 1 + len(config.train.distill_from)  # as if teachers were of the same size
     buckets = in_update = gradients if num_processes > 1 else 0  # DDP's stay in the update
     if is_sharded:
         weights, gradients, state, average = (

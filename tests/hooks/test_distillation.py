@@ -57,7 +57,7 @@ def test_loss_and_gradients_are_those_of_the_definition():
     gradients = {name: parameter.grad.clone() for name, parameter in student.named_parameters()}
     student.zero_grad()
     student.cross_entropy = DistillationLoss(student, others)
-    student.chunk_elements = 7 * student.config.vocab_size  # 48 rows in chunks of 7
+    student.chunk_elements = 28 * student.config.vocab_size  # 48 rows in chunks of 7
     loss = student.train()(ids, shift_labels=targets).loss
     loss.backward()
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -67,6 +67,21 @@ def test_loss_and_gradients_are_those_of_the_definition():
     assert not any("teacher" in name for name in student.state_dict())
     evaluated = student.eval()(ids, shift_labels=targets).loss
     assert evaluated.item() == pytest.approx(hard.item(), rel=1e-5)  # an evaluation is of the text alone
+
+
+def test_many_chunks_lose_no_precision_in_bf16():
+    student, teacher = (build_model(tie_word_embeddings=False) for _ in range(2))
+    ids, targets = torch.randint(student.config.vocab_size, (2, 64, 16), generator=torch.Generator().manual_seed(0))
+    student.cross_entropy = DistillationLoss(student, [teacher])
+    student.train()
+    gradients = []
+    for rows in (1, 1024):
+        student.zero_grad()
+        student.chunk_elements = 4 * rows * student.config.vocab_size
+        with torch.autocast("cpu", torch.bfloat16):
+            student(ids, shift_labels=targets).loss.backward()
+        gradients.append(student.lm_head.weight.grad.clone())
+    assert (gradients[0] - gradients[1]).norm() < 0.005 * gradients[1].norm()
 
 
 def test_the_command_repeats_the_first_run_and_resumes_to_the_bit(hfgolf, teachers, tmp_path, monkeypatch):
