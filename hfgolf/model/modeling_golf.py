@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers import initialization as init
 from transformers.masking_utils import create_causal_mask
@@ -136,6 +137,20 @@ class GolfPreTrainedModel(PreTrainedModel):
     _supports_attention_backend = False
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": GolfDecoderLayer, "attentions": GolfAttention}  # noqa: RUF012
+
+    def _set_gradient_checkpointing(
+        self,
+        enable: bool = True,
+        gradient_checkpointing_func: Callable[..., Any] = checkpoint,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        """Refuse torch's older kind where blocks read more than one stream: those would get no gradients."""
+        is_reentrant = enable and getattr(gradient_checkpointing_func, "keywords", {}).get("use_reentrant", False)
+        streams = ("lanes", "embedding_residual", "value_embedding_layers")
+        if is_reentrant and (switch := next((name for name in streams if getattr(self.config, name)), None)):
+            raise ValueError(f"gradient checkpointing: with {switch}, use_reentrant must be False, the default.")
+        super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
@@ -317,9 +332,11 @@ class GolfModel(GolfPreTrainedModel, GolfStack):
 
 def _derive_position_ids(inputs_embeds: Tensor, attention_mask: Tensor | None, past_tokens: int) -> Tensor:
     T = inputs_embeds.shape[1]
-    if attention_mask is not None and attention_mask.ndim == 2:  # (B, past + T)
-        return (attention_mask.long().cumsum(-1) - 1).clamp(min=0)[:, -T:]
-    return (torch.arange(T, device=inputs_embeds.device) + past_tokens)[None]
+    places = torch.arange(T, device=inputs_embeds.device) + past_tokens
+    if attention_mask is not None and attention_mask.ndim == 2:  # (B, past + T), or all places of a static cache
+        positions = (attention_mask.long().cumsum(-1) - 1).clamp(min=0)
+        return positions if positions.shape[1] == T else positions.index_select(1, places)
+    return places[None]
 
 
 def _scaled_rotation(position_ids: Tensor, config: GolfConfig) -> Rotation:
@@ -423,7 +440,13 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
         if self.config.embedding_size:
             hidden_states = self.head_proj(hidden_states)
         loss = None
-        if targets is not None:
+        if targets is not None and targets.shape != hidden_states.shape[:2]:
+            shapes = f"{tuple(targets.shape)}, but the input has {tuple(hidden_states.shape[:2])}"
+            raise ValueError(f"GolfForCausalLM: labels have the shape {shapes}; give one for each position.")
+        if targets is not None and not self._has_plain_head():
+            logits = self._logits(hidden_states, 0).float().flatten(0, 1)
+            nats = F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        elif targets is not None:
             nats = self.cross_entropy(
                 hidden_states.flatten(0, 1),
                 self.lm_head.weight,
@@ -433,6 +456,7 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
                 self.config.soft_cap_form,
                 self.chunk_elements,
             )
+        if targets is not None:
             if num_items_in_batch is None:
                 num_items_in_batch = (targets != IGNORE_INDEX).sum().clamp(min=1)
             loss = nats / num_items_in_batch
@@ -445,6 +469,10 @@ class GolfForCausalLM(GolfPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+
+    def _has_plain_head(self) -> bool:
+        """Return whether the head is its weight: no adapter, not quantized, and not fetched for each call."""
+        return type(self.lm_head).forward is nn.Linear.forward and "forward" not in self.lm_head.__dict__
 
     def _logits(self, hidden_states: Tensor, logits_to_keep: int | Tensor) -> Tensor:
         if isinstance(logits_to_keep, int):

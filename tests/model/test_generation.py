@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 
 from hfgolf.model.causal_lm import checkpoint_layers
 from hfgolf.model.modeling_golf import CACHE, GolfForCausalLM, GolfModel
@@ -172,3 +172,22 @@ def test_logits_to_keep_takes_the_forms_of_transformers(build_golf, token_ids):
         (mask, whole[mask]),
     ):
         torch.testing.assert_close(golf(token_ids, logits_to_keep=keep).logits, expected)
+
+
+@torch.no_grad()
+def test_a_mask_of_all_places_of_a_static_cache_says_what_a_shorter_one_does(build_golf, option, token_ids):
+    golf = build_golf(**option)
+    lengths = [17, 12, 9]  # left padding, so that positions are not places
+    mask = torch.zeros(3, 32, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        mask[row, 17 - length : 17] = 1
+    expected = golf(token_ids, attention_mask=mask[:, :17], use_cache=False).logits
+    cache = StaticCache(config=golf.config, max_cache_len=32)
+    logits = golf(token_ids, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+    following, mask[:, 17] = logits[:, -1:].argmax(-1), 1
+    after = golf(following, attention_mask=mask, past_key_values=cache, use_cache=True).logits
+    longer = torch.cat([token_ids, following], dim=1)
+    expected_after = golf(longer, attention_mask=mask[:, :18], use_cache=False).logits[:, -1:]
+    for row, length in enumerate(lengths):
+        torch.testing.assert_close(logits[row, 17 - length :], expected[row, 17 - length :], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(after, expected_after, rtol=1e-4, atol=1e-4)

@@ -220,3 +220,61 @@ def test_dropout_at_extreme_rates_drops_some_and_keeps_some(rate):
     torch.manual_seed(0)
     dropped = apply_dropout(torch.ones(10**5), rate)
     assert 0 < (dropped == 0).sum() < 10**5 and dropped.isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["lanes", "golf_baseline", "value_embedding", "modern"])
+def test_reentrant_checkpointing_is_right_or_refused(build_golf, all_options, token_ids, name):
+    golf = build_golf(**all_options[name]).train()
+    golf(token_ids, labels=token_ids).loss.backward()
+    expected = [parameter.grad for parameter in golf.parameters()]
+    golf.zero_grad()
+    if name != "modern":
+        with pytest.raises(ValueError, match="use_reentrant must be False"):
+            golf.activation_checkpointing_enable({"use_reentrant": True})
+        golf.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        golf.activation_checkpointing_enable({"use_reentrant": True})
+        golf.enable_input_require_grads()
+    golf(token_ids, labels=token_ids).loss.backward()
+    for parameter, gradient in zip(golf.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient)
+
+
+def test_labels_of_another_shape_are_refused(build_golf, token_ids):
+    golf = build_golf()
+    embedded = golf.get_input_embeddings()(torch.cat([token_ids, token_ids], dim=1))
+    with torch.no_grad():
+        for given in ({"labels": token_ids}, {"shift_labels": token_ids}):
+            with pytest.raises(ValueError, match=r"labels have the shape \(3, 17\), but the input has \(3, 34\)"):
+                golf(inputs_embeds=embedded, **given)
+
+
+class Adapted(torch.nn.Module):
+    """A head with something added to it, as PEFT has it."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base, self.added = base, torch.nn.Linear(base.in_features, base.out_features, bias=False)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        return self.base.weight
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.base(hidden) + self.added(hidden)
+
+
+def test_the_loss_is_that_of_the_logits_whatever_the_head_is(build_golf, token_ids, tmp_path):
+    golf = build_golf(tie_word_embeddings=False)
+    golf.save_pretrained(tmp_path / "model")
+    adapted = build_golf(tie_word_embeddings=False)
+    adapted.lm_head = Adapted(adapted.lm_head)
+    places = {"device_map": {"model": "cpu", "lm_head": "disk"}, "offload_folder": tmp_path / "offloaded"}
+    offloaded = GolfForCausalLM.from_pretrained(tmp_path / "model", **places)
+    for model in (golf, adapted, offloaded):
+        with torch.no_grad():
+            result = model(token_ids, labels=token_ids)
+        expected = F.cross_entropy(result.logits[:, :-1].flatten(0, 1), token_ids[:, 1:].flatten())
+        torch.testing.assert_close(result.loss, expected)
+    adapted.train()(token_ids, labels=token_ids).loss.backward()
+    assert adapted.lm_head.added.weight.grad.abs().sum() > 0
