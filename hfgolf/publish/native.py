@@ -226,7 +226,8 @@ def to_native(golf: GolfForCausalLM) -> PreTrainedModel:
             state[name] = torch.full_like(tensor, float(name.endswith("weight")))
     native.load_state_dict(state)
     plain = golf_shape(native.config)
-    made_from = {key: getattr(config, key) for key in MODEL_FIELDS if getattr(config, key) != getattr(plain, key)}
+    fields = (*MODEL_FIELDS, "pad_token_id")
+    made_from = {key: getattr(config, key) for key in fields if getattr(config, key) != getattr(plain, key)}
     has_bias = is_folded and getattr(golf.model.embed_norm, "bias", None) is not None
     if has_bias or (is_folded and not config.tie_word_embeddings):  # the table does not tell what it was
         made_from = {key: value for key, value in made_from.items() if key not in _OF_THE_TABLE}
@@ -391,6 +392,7 @@ def _native_config(config: GolfConfig, row: Architecture, dtype: torch.dtype) ->
     values: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in row.fields.items()}
     values[row.activation] = _ACTIVATIONS[config.activation]
     values |= {} if row.is_gpt2 else {"rope_parameters": rope}
+    values["pad_token_id"] = None  # transformers' embeddings never train its row; here, it is that of the end of a text
     native: PreTrainedConfig = row.model.config_class(
         tie_word_embeddings=config.tie_word_embeddings and not (config.embedding_norm and row.folds_embedding_norm),
         initializer_range=config.initializer_range or 0.02,
@@ -454,7 +456,7 @@ def _golf_config(theirs: Any, row: Architecture, has_biases: bool, is_as_made: b
         values["activation"] = known
     values["tie_word_embeddings"] = theirs.tie_word_embeddings
     made_from = (is_as_made and _made_from(theirs)) or {}
-    values |= {name: value for name, value in made_from.items() if name in MODEL_FIELDS}
+    values |= {name: value for name, value in made_from.items() if name in (*MODEL_FIELDS, "pad_token_id")}
     try:
         config = GolfConfig(**values)
     except ValueError as error:

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from test_native import LAYERNORM, LEARNED
 from tiny_export import build_tiny
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.convert import convert_folder
@@ -137,12 +138,25 @@ def test_an_edited_card_without_the_sections_stays_also_from_the_hub(exported, h
         assert (folder / "loss.png").read_bytes() == b"a picture"
 
 
+def test_the_end_of_a_text_is_trained_in_a_native_model(exported, tmp_path):
+    convert_folder(str(exported), tmp_path / "native", "native")
+    native = AutoModelForCausalLM.from_pretrained(tmp_path / "native")
+    end = AutoTokenizer.from_pretrained(tmp_path / "native").eos_token_id
+    ids = torch.tensor([[end, 5, 6, end, 7]])
+    native(ids, labels=ids).loss.backward()
+    gradient = native.get_input_embeddings().weight.grad
+    assert gradient[end].norm() > 0.1 * gradient[5].norm()
+    assert native.generation_config.pad_token_id == end
+
+
 def test_export_script_converts_both_ways_and_refuses_in_one_line(exported, hfgolf, tmp_path):
     native = tmp_path / "native"
     said = hfgolf("export", exported, "--to", "native", "--output", native)
     assert said.status == 0 and said.out.startswith(f"exported {exported} to {native} as ApertusForCausalLM"), said.err
     config = json.loads((native / "config.json").read_text())
-    assert config["hidden_act"] == "relu2" and None not in config.values()
+    assert config["hidden_act"] == "relu2"
+    # its default is 3, a token like any other; of a token that is padding, an embedding trains nothing
+    assert [name for name, value in config.items() if value is None] == ["pad_token_id"]
     assert hfgolf("export", "--model", native, "--to", "golf", "--output", tmp_path / "golf").status == 0
     for arguments, message in (
         (["--model", exported], "--model: say what to convert it to and where, with --to and --output."),
