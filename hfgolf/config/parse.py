@@ -79,6 +79,7 @@ _MEASURED: dict[str, tuple[str, ...]] = {
     "data.mixture": (),
 }
 """{key: its values that train/law.py knows of}."""
+_UNSTATED_BY_NULL = ("model.max_position_embeddings", "model.vocab_size")  # something else decides, such as weights
 _NAMES_OF_TEXT = {"data.hub_name": "hub", "data.files": "files", "data.mixture": "mixture"}
 """{key: the data.source that it implies}."""
 _MAX_NAME_BYTES = 100  # of a text's name in that of its run; its folder and its files add more
@@ -215,6 +216,8 @@ def load_config(
         raise _with_origin(error, sources, path, where) from None
     if config.run.name is None:
         config = config.replace(run__name=Path(path).stem if path else "default")
+    unstated = [key for key in _UNSTATED_BY_NULL if merged.get(key) is None]
+    sources = {key: source for key, source in sources.items() if key not in unstated}
     if needs_limit:
         _check_stages(config)
     resolved = ResolvedConfig(config, sources).with_low_memory()

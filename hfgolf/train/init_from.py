@@ -48,7 +48,6 @@ logger = logging.getLogger(__name__)
 _OF_THE_RUN = {"dropout", "attention_dropout"}  # of the model's fields, those that every run chooses for itself
 _OF_THE_WEIGHTS = [key for key in ModelSection.model_fields if key in MODEL_FIELDS and key not in _OF_THE_RUN]
 _INITIAL = "initializer_range"  # trained weights have forgotten it
-_SIZES = ("max_position_embeddings", "vocab_size")  # null does not state these: something else decides
 FROZEN = "frozen.json"  # beside weights: the names of the parameters that are not trained
 _REAL_IDS = 256  # of the run's text, on which a converted model is compared with the original
 
@@ -74,11 +73,7 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
             as_it_is = f"{native.model_type} is no causal language model in transformers either."
         raise UserError(f"model.init_from: {error} {as_it_is}") from None
     section, overrides = config.model, golf_overrides(config.model)
-    stated = {
-        key: getattr(section, key)
-        for key in _OF_THE_WEIGHTS
-        if f"model.{key}" in resolved.sources and not (key in _SIZES and getattr(section, key) is None)
-    }
+    stated = {key: getattr(section, key) for key in _OF_THE_WEIGHTS if f"model.{key}" in resolved.sources}
     differences = [
         f"{model_key(key)} {as_yaml(value)} (the weights: {as_yaml(getattr(shape, key))})"
         for key, value in (stated | overrides).items()

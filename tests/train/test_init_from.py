@@ -15,7 +15,7 @@ import huggingface_hub.constants
 import pytest
 import torch
 from accelerate import Accelerator
-from faults import same, train_on_two
+from faults import before_step, same, train_on_two
 from hub_server import Repository, serving_here
 from safetensors.torch import load_file, save_file
 from tiny_export import build_tiny
@@ -34,7 +34,7 @@ from hfgolf.publish.load import load_exported
 from hfgolf.publish.native import to_native
 from hfgolf.run.metrics import read_metrics, read_rows
 from hfgolf.system.errors import UserError
-from hfgolf.train import init_from, setup, validation
+from hfgolf.train import init_from, loop, setup, validation
 from hfgolf.train.init_from import take_architecture, weights_sha256
 from hfgolf.train.run import Run
 from hfgolf.train.validation import evaluate
@@ -330,6 +330,20 @@ def test_a_run_its_model_and_its_checkpoint_are_weights(run, tiny_run, from_weig
     shutil.rmtree(before / "model")
     with pytest.raises(UserError, match=r"no exported model in .*before; name its checkpoint .*step-000003"):
         taken(f"--model.init_from={before}")
+
+
+@pytest.mark.parametrize("repeats", ["--config={}/config.yaml", "--distill_from={}"])
+def test_a_config_whose_sizes_are_null_resumes_from_weights(hfgolf, shared_run, tmp_path, monkeypatch, repeats):
+    before = shared_run()
+    assert "  vocab_size: null" in (before / "config.yaml").read_text()
+    command = ["train", repeats.format(before), f"--model.init_from={before}", f"--run.output_dir={tmp_path}"]
+    command.append("--run.name=next")
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", before_step({3: lambda run: signal.raise_signal(signal.SIGTERM)}))
+        assert hfgolf(*command).status == 128 + signal.SIGTERM
+    assert "holds an unfinished run; continue it with --train.resume auto" in hfgolf(*command).err
+    resumed = hfgolf(*command, "--train.resume=auto")
+    assert resumed.status == 0, resumed.err
 
 
 @pytest.mark.slow
