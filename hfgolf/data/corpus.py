@@ -187,7 +187,9 @@ class Corpus:
         for block in blocks:
             kept.append(block.encode()[:left])
             left -= len(kept[-1])
-        return [block.decode(errors="ignore") for block in kept if block], whole
+        blocks = [text for block in kept if (text := block.decode(errors="ignore"))]
+        self.require_text("train", len(blocks))
+        return blocks, whole
 
     def hashed_split(self, name: str) -> str:
         """Return the split of a document, which depends on its name alone."""

@@ -384,3 +384,6 @@ def test_start_of_the_training_text_and_its_bytes(tmp_path, write, files_config)
     first_is_val = load_corpus(files_config(*paths[held:], val_fraction=0.2, split="documents"))
     assert [first_is_val.hashed_split(file.name) for file in first_is_val.files][:1] == ["val"]
     assert first_is_val.train_start(1, tmp_path)[0], "it tells what the text is like"
+    for character in ("a", "€"):  # all of it validates
+        with pytest.raises(UserError, match=r"The train split .* is empty"):
+            load_corpus(files_config(write("short.txt", character))).train_start(10**6, tmp_path)
