@@ -104,9 +104,12 @@ class Clock:
         self._end_is_asked = True
 
     def agree_on_end(self) -> None:
-        """Agree with all processes on whether `end` was called on one of them."""
-        (is_ended,) = self._maximum(self._end_is_asked)
-        self._is_ended = bool(is_ended)
+        """Agree with all processes on whether the run ends without another step: `end` was called, or time is up.
+
+        All processes call it after an evaluation, which is then the last one.
+        """
+        seconds, is_asked = self._maximum(self._seconds(), self._end_is_asked)
+        self._is_ended = bool(is_asked) or seconds >= self.max_seconds
 
     def note_save(self) -> None:
         """Restart the minutes to the next save, and clear a pending request."""

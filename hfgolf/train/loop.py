@@ -167,12 +167,13 @@ def report_step(run: Run, row: dict[str, Any], evaluating: bool, saving: bool) -
     run.state.unfinished_row = row if evaluating else None
     try:
         if evaluating:
-            row = row | validate(run, clock.raise_if_stopped, is_last=clock.is_over())
+            row = row | validate(run, clock.raise_if_stopped)
             write_sample(run)
         run.state.unfinished_row = None
         console.show(row, clock.expected_steps())
         run.log(row | run.stopwatch.row())
-        if evaluating and run.hooks.call("after_evaluate", run, row):
+        if evaluating:
+            run.hooks.call("after_evaluate", run, row)
             clock.agree_on_end()
     except Interrupted:
         logger.info("evaluation at step %d interrupted; resuming the run repeats it", run.state.step)

@@ -27,15 +27,17 @@ from hfgolf.train.run import Run
 logger = logging.getLogger(__name__)
 
 
-def validate(run: Run, before_batch: Callable[[], None], is_last: bool) -> dict[str, Any]:
+def validate(run: Run, before_batch: Callable[[], None]) -> dict[str, Any]:
     """Evaluate the weights, and their averages if there are any; return columns of the row.
 
-    The loss on train.eval_tokens tokens judges the step. If no evaluation follows, evaluates `final_budget`, too: then
-    the columns are those of it, and `subset_*` those to compare with earlier rows.
+    The loss on train.eval_tokens tokens judges the step. If no evaluation follows, such as when this one used up the
+    minutes, evaluates `final_budget`, too: then the columns are those of it, and `subset_*` those to compare with
+    earlier rows.
     """
     train, budget = run.config.train, run.config.eval_tokens
     row, judged = _evaluate_all_weights(run, budget, before_batch)
-    is_last = is_last or _stops_early(train, run.state.evals_after(judged.loss))
+    run.clock.agree_on_end()
+    is_last = run.clock.is_over() or _stops_early(train, run.state.evals_after(judged.loss))
     final, evaluation, subset = final_budget(run), judged, {}
     if is_last and not _read_alike(run, budget, final):
         subset = {f"subset_{key}": value for key, value in row.items()}

@@ -23,6 +23,7 @@ import hfgolf
 from hfgolf.config.parse import load_config
 from hfgolf.system import hardware
 from hfgolf.system.errors import UserError
+from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.train import loop, setup, validation
 from hfgolf.train.console import show_log
 
@@ -358,6 +359,27 @@ def test_max_minutes_ends_the_run_and_its_schedule(run, tiny_run):
     assert last["elapsed_seconds"] >= 1.8
     assert last["val_loss"] is not None
     assert last["learning_rate"] < 0.2 * 0.02
+
+
+@pytest.mark.parametrize("crossing", ["evaluate_loss", "generate_text"])
+def test_an_evaluation_in_which_the_minutes_end_is_the_last(run, tiny_run, long_validation, monkeypatch, crossing):
+    """No step at a learning rate of 0 follows, and no evaluation of the same weights."""
+    more, real, training_seconds = [0.0], getattr(validation, crossing), Stopwatch.training_seconds
+
+    def use_up(*arguments: Any, **options: Any) -> Any:
+        more[0] = 300.0
+        return real(*arguments, **options)
+
+    monkeypatch.setattr(validation, crossing, use_up)
+    monkeypatch.setattr(Stopwatch, "training_seconds", lambda stopwatch: training_seconds(stopwatch) + more[0])
+    options = {"train__max_steps": "null", "train__max_minutes": 5, "train__final_eval_tokens": 40_000}
+    options |= {"batch__tokens_per_step": 256, "train__eval_every_steps": 3, "train__save_every_steps": 100}
+    folder = run(tiny_run(**long_validation | options))
+    table, summary = rows(folder), json.loads((folder / "summary.json").read_text())
+    assert [row["step"] for row in table if row["val_loss"] is not None] == [table[-1]["step"]] == [3]
+    assert (folder / "checkpoints" / "step-000003").is_dir()
+    assert summary["steps"] == 3 and summary["val_tokens"] > 30_000
+    assert ("subset_val_loss" in table[-1]) == (crossing == "evaluate_loss")
 
 
 def test_max_epochs_counts_passes_over_the_blocks(run, tiny_run):

@@ -216,7 +216,7 @@ def test_averages_are_evaluated_with_the_weights_that_hooks_want(build):
     run = build(optim__ema_decay=0.9)
     plain = validation.evaluate(run).loss
     run.hooks = Hooks([Halving()])
-    row = validation.validate(run, lambda: None, is_last=False)
+    row = validation.validate(run, lambda: None)
     assert row["val_loss_ema"] == row["val_loss"] != plain, "before the first step, the averages are the weights"
 
 
