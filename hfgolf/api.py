@@ -49,7 +49,7 @@ from hfgolf.system.durable import new_folder
 from hfgolf.system.errors import UserError
 from hfgolf.system.ranks import decide, together
 from hfgolf.system.signals import Signals
-from hfgolf.system.wording import join_words, labeled, one_line, shortened
+from hfgolf.system.wording import duration, join_words, labeled, one_line, shortened
 from hfgolf.train import loop
 from hfgolf.train.claim import changed_text, completed, damage, with_own_folder
 from hfgolf.train.console import show_log
@@ -58,7 +58,7 @@ from hfgolf.train.finish import show_summary
 from hfgolf.train.hooks import Hook
 from hfgolf.train.init_from import FROZEN, weights_sha256
 from hfgolf.train.process import processes
-from hfgolf.train.successor import follows, taught
+from hfgolf.train.successor import is_used_up, taught
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -95,13 +95,17 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
     resolved, summary, changes = _train_or_show(resolved, hooks, signals)
     folder, state = run_folder(resolved.config), processes()
     is_alone = not (hooks or changes or state.num_processes > 1)
-    if is_alone and follows(resolved):
+    is_to_teach = is_alone and is_used_up(resolved)
+    if is_to_teach and (second := taught(resolved)):
         logger.info("\n%s", labeled("then", f"{folder.path} teaches another model, in the minutes that are left"))
-        _, last, _ = _train_or_show(taught(resolved), signals=signals)
+        _, last, _ = _train_or_show(second, signals=signals)
         lower = summary["val_loss"] - last["val_loss"]
         than = f"{'lower' if lower > 0 else 'higher'} than {folder.path}, nats per token"
         logger.info("%s", labeled("taught", f"{abs(lower):.4f} {than}", 16))
         return last
+    if is_to_teach:
+        minutes = duration(60 * (resolved.config.train.max_minutes or 0))
+        logger.info("%s", labeled("taught", f"no other model, because too little of the {minutes} is left", 16))
     better = advice(folder.path, summary.get("epochs"))
     if better and state.is_main_process:
         logger.info("%s", labeled("better", better, 16))

@@ -303,7 +303,7 @@ def _choices(
             spent = tokens / step * speed.seconds(shape, step)
             epochs = tokens / text_tokens
             may_teach = num_processes == 1 and not is_whole and epochs >= OFTEN
-            teaches = may_teach and has_time_to_teach(spent, SHARE_OF_STEPS * minutes)
+            teaches = may_teach and has_time_to_teach(spent / SHARE_OF_STEPS, minutes)
             yield Choice(shape, step, max(tokens, step), epochs, spent, is_whole, loss, teaches)
 
 

@@ -16,11 +16,16 @@ STEP = 4 / 3
 """A step with a teacher, as a multiple of one without: its forward pass is a third of a step."""
 MOST_STEPS = 2
 """Steps of the second training, as a multiple of the first: with a teacher, a model overfits later."""
+LEAST_STEPS = 0.5
+"""The autopilot plans at least as many as the first makes; if that one takes longer than expected, half will do."""
 
 
-def has_time_to_teach(seconds: float, minutes: float) -> bool:
-    """Return whether a model that trains for so many seconds can teach another one in the minutes of both."""
-    return (1 + STEP) * seconds <= 60 * minutes
+def has_time_to_teach(seconds: float, minutes: float, steps: float = 1.0) -> bool:
+    """Return whether a model that trains for so many seconds can teach another one in the minutes of both.
+
+    All are those that train.max_minutes counts. steps: of the second training, as a multiple of the first.
+    """
+    return (1 + steps * STEP) * seconds <= 60 * minutes
 
 
 def steps_of_taught(steps: int, seconds: float, minutes: float) -> int:
@@ -28,21 +33,21 @@ def steps_of_taught(steps: int, seconds: float, minutes: float) -> int:
     return round(steps * min(MOST_STEPS, (60 * minutes - seconds) / (STEP * seconds)))
 
 
-def follows(said: ResolvedConfig) -> bool:
-    """Return whether a complete run is to teach another one: the autopilot ended it early enough."""
-    folder = run_folder(said.config)
-    settings = folder.read_config() or {}
-    is_used_up = said.sources.get("train.max_tokens") == "auto" and settings.get("train.max_tokens")
-    return bool(is_used_up) and has_time_to_teach(_seconds(folder), said.config.train.max_minutes or 0)
+def is_used_up(said: ResolvedConfig) -> bool:
+    """Return whether a complete run is to teach another one: the autopilot ended it before its minutes."""
+    settings = run_folder(said.config).read_config() or {}
+    return said.sources.get("train.max_tokens") == "auto" and bool(settings.get("train.max_tokens"))
 
 
-def taught(said: ResolvedConfig) -> ResolvedConfig:
+def taught(said: ResolvedConfig) -> ResolvedConfig | None:
     """Return the config of the run that learns from a complete one, in the minutes that it left, as it resumes.
 
-    Its name ends with "-taught", without a source: if another run has it, it gets a number.
+    None if they are too few. Its name ends with "-taught", without a source: if another run has it, it gets a number.
     """
     folder = run_folder(said.config)
     seconds, minutes = _seconds(folder), said.config.train.max_minutes or 0
+    if not has_time_to_teach(seconds, minutes, LEAST_STEPS):
+        return None
     steps = steps_of_taught(read_summary(folder.summary)["steps"], seconds, minutes)
     values: dict[str, Any] = {key: said.config.flat()[key] for key in said.sources if key.startswith("hub.")}
     values |= {DISTILL_FROM: [str(folder.path)], "train.max_minutes": float(f"{minutes - seconds / 60:.3g}")}
@@ -55,4 +60,5 @@ def taught(said: ResolvedConfig) -> ResolvedConfig:
 
 
 def _seconds(folder: RunFolder) -> float:
-    return sum(row_seconds(read_summary(folder.summary)).values())
+    """Return the seconds that train.max_minutes counts, up to the end of the run: its setup is none of them."""
+    return sum(row_seconds(read_summary(folder.summary) | {"seconds_setup": None}).values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 
 from hfgolf import Hook, api
@@ -11,7 +12,7 @@ from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.system.signals import BEFORE_THE_FIRST_STEP, Signals
 from hfgolf.train.law import decay_of
 from hfgolf.train.process import session
-from hfgolf.train.successor import follows, has_time_to_teach, taught
+from hfgolf.train.successor import has_time_to_teach, is_used_up, taught
 
 USED_UP = {"train__max_steps": "null", "train__max_tokens": 1536, "train__max_minutes": 5}
 AVERAGED = {"optim__ema_decay": 0.5, "optim__ema_export": True}
@@ -58,15 +59,30 @@ def test_nothing_follows_what_the_autopilot_did_not_end_early_and_what_follows_r
     for resume in (None, "auto", "latest"):
         second = taught(ResolvedConfig(said.config.replace(train__resume=resume), said.sources))
         assert second.config.train.resume == (resume and "auto")
-    assert follows(said)
-    assert not follows(chosen(arguments, "command line"))
-    assert not follows(chosen(tiny_run(**USED_UP | {"train__max_minutes": 0.001}))), "no time left"
+    assert is_used_up(said)
+    assert not is_used_up(chosen(arguments, "command line"))
     assert api.train_once(said, [Hook()])["run"] == "tiny", "a hook is of one run"
     monkeypatch.setattr(api, "changed_text", lambda folder, config: ["a file"])
     assert api.train_once(said)["run"] == "tiny", "nobody teaches another text"
     config = first.config.read_text()
     first.config.write_text(config.replace("max_tokens: 1536", "max_tokens: null"))
-    assert config != first.config.read_text() and not follows(said), "it took all of its minutes"
+    assert config != first.config.read_text() and not is_used_up(said), "it took all of its minutes"
+
+
+def test_of_a_slow_teacher_a_model_learns_for_fewer_steps_and_the_end_says_if_none_does(run, tiny_run, caplog):
+    """train.max_minutes are 5, and the setup is none of them."""
+    arguments = tiny_run(**USED_UP)
+    folder, said = RunFolder(run(arguments)), chosen(arguments)
+    summary = json.loads(folder.summary.read_text())
+    summary |= {key: 0.0 for key in summary if key.startswith("seconds_")} | {"seconds_setup": 1000.0}
+    for seconds, steps in ((150.0, 4), (180.0, 3), (181.0, None)):
+        summary |= {"seconds_train": seconds - 40, "seconds_evaluate": 30.0, "seconds_other": 10.0}
+        folder.summary.write_text(json.dumps(summary))
+        second = taught(said)
+        assert (second and second.config.train.max_steps) == steps
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        assert api.train_once(said)["run"] == "tiny"
+    assert "taught           no other model, because too little of the 5 min 00 s is left" in caplog.messages
 
 
 def test_only_the_first_run_of_a_command_begins_with_the_process(tiny_run):
