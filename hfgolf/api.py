@@ -79,10 +79,13 @@ def train(
     shorter way. hooks: see `hfgolf.Hook`. signals: as in `loop.train`.
     Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if a signal ended the run.
     """
-    resolved = as_resolved(config)
+    return _train(as_resolved(config), hooks, signals, may_teach=False)
+
+
+def _train(resolved: ResolvedConfig, hooks: Sequence[Hook], signals: Signals | None, may_teach: bool) -> dict[str, Any]:
     if not isinstance(hooks, Iterable):
         raise UserError(f"hooks: {shortened(hooks)} is no list; pass hooks=[...].")
-    return loop.train(resolved, signals, [*standard_hooks(resolved.config), *hooks])
+    return loop.train(resolved, signals, [*standard_hooks(resolved.config), *hooks], may_teach)
 
 
 def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Signals | None = None) -> dict[str, Any]:
@@ -92,13 +95,14 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
     summary is damaged is rebuilt from its checkpoints. If the minutes last longer than the text (successor.py), another
     run follows, unless there are hooks or several processes, and its summary is returned.
     """
-    resolved, summary, changes = _train_or_show(resolved, hooks, signals)
-    folder, state = run_folder(resolved.config), processes()
-    is_alone = not (hooks or changes or state.num_processes > 1)
-    is_to_teach = is_alone and is_used_up(resolved)
+    state = processes()
+    may_teach = not hooks and state.num_processes == 1
+    resolved, summary, changes = _train_or_show(resolved, hooks, signals, may_teach)
+    folder = run_folder(resolved.config)
+    is_to_teach = may_teach and not changes and is_used_up(resolved)
     if is_to_teach and (second := taught(resolved)):
         logger.info("\n%s", labeled("then", f"{folder.path} teaches another model, in the minutes that are left"))
-        _, last, _ = _train_or_show(second, signals=signals)
+        _, last, _ = _train_or_show(second, (), signals, may_teach=False)
         lower = summary["val_loss"] - last["val_loss"]
         than = f"{'lower' if lower > 0 else 'higher'} than {folder.path}, nats per token"
         logger.info("%s", labeled("taught", f"{abs(lower):.4f} {than}", 16))
@@ -113,7 +117,7 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
 
 
 def _train_or_show(
-    resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Signals | None = None
+    resolved: ResolvedConfig, hooks: Sequence[Hook], signals: Signals | None, may_teach: bool
 ) -> tuple[ResolvedConfig, dict[str, Any], list[str]]:
     """Train a run or show a complete one; return its config and summary, and how its text has changed since."""
     resolved, state = with_accelerate(resolved), processes()  # to compare it with a complete run
@@ -133,7 +137,7 @@ def _train_or_show(
         if damaged:
             logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
             resolved = resolved.resolve("auto", train__resume="auto")
-        return resolved, train(resolved, hooks, signals), []
+        return resolved, _train(resolved, hooks, signals, may_teach), []
 
 
 def fit(

@@ -72,7 +72,8 @@ def main() -> Answer | None:
             if getattr(options, option):
                 how = "the minutes choose by steps that are timed here; leave it out, or add --config small"
                 raise UserError(f"--{option}: {how}.")
-        chosen = choose(ResolvedConfig(config, resolved.sources), accelerate_processes().device, processes)
+        device, may_teach = accelerate_processes().device, processes == 1
+        chosen = choose(ResolvedConfig(config, resolved.sources), device, processes, may_teach)
         config = config.replace(**chosen.values)
     price, minutes = config.run.price_per_hour, config.train.max_minutes
     with named_by_weights(resolved):

@@ -138,11 +138,12 @@ class Speed:
         return choice.shape.width, choice.shape.vocabulary, choice.tokens_per_step
 
 
-def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Chosen:
+def choose(said: ResolvedConfig, device: torch.device, num_processes: int, may_teach: bool) -> Chosen:
     """Return values for the open keys.
 
-    said: the config, with its precision decided, in which these keys hold no choice yet. All ranks call it, and each
-    times the same steps. Raises UserError if no shape goes with what is stated, or fits into the free memory.
+    said: the config, with its precision decided, in which these keys hold no choice yet. may_teach: whether another
+    model can follow, as in api.train_once. All ranks call it, and each times the same steps. Raises UserError if no
+    shape goes with what is stated, or fits into the free memory.
     """
     config, minutes = said.config, said.config.train.max_minutes or math.inf
     open_keys = {key for key in AUTOPILOT if said.sources.get(key) == "auto"}
@@ -151,7 +152,7 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Ch
     peak = decide(lambda: peak_flops(device, str(config.train.mixed_precision))) * num_processes
     speed = Speed(ASSUMED_MFU * peak, config.batch.sequence_length)
     while True:
-        choices = list(_choices(config, open_keys, text, speed, sizes, num_processes))
+        choices = list(_choices(config, open_keys, text, speed, sizes, num_processes, may_teach))
         best = _best(choices)
         untimed = speed.untimed(best, choices) if len(speed.timed) < MAX_TIMED else None
         if untimed is None:
@@ -166,7 +167,7 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int) -> Ch
     others = _others(best, choices)
     for name, times in (("half the time", 0.5), ("twice the time", 2)):
         longer = config.replace(train__max_minutes=times * minutes)
-        others[name] = _best(_choices(longer, open_keys, text, speed, sizes, num_processes))
+        others[name] = _best(_choices(longer, open_keys, text, speed, sizes, num_processes, may_teach))
     seconds = speed.seconds(best.shape, best.tokens_per_step)
     values = _values(config, best, open_keys)
     is_averaged = values.get("optim__ema_export", False)
@@ -285,7 +286,13 @@ def _longest(
 
 
 def _choices(
-    config: RunConfig, open_keys: set[str], text: Text, speed: Speed, sizes: list[Shape], num_processes: int
+    config: RunConfig,
+    open_keys: set[str],
+    text: Text,
+    speed: Speed,
+    sizes: list[Shape],
+    num_processes: int,
+    may_teach: bool,
 ) -> Iterator[Choice]:
     """Yield all of these shapes, with all lengths of a training that are worth a thought."""
     lengths = LENGTHS[::-1] if "train.max_tokens" in open_keys else ()
@@ -302,8 +309,8 @@ def _choices(
             loss = bits_per_byte(text, shape, tokens, step) if is_known and tokens >= step else math.inf
             spent = tokens / step * speed.seconds(shape, step)
             epochs = tokens / text_tokens
-            may_teach = num_processes == 1 and not is_whole and epochs >= OFTEN
-            teaches = may_teach and has_time_to_teach(spent / SHARE_OF_STEPS, minutes)
+            is_used_up = not is_whole and epochs >= OFTEN
+            teaches = may_teach and is_used_up and has_time_to_teach(spent / SHARE_OF_STEPS, minutes)
             yield Choice(shape, step, max(tokens, step), epochs, spent, is_whole, loss, teaches)
 
 

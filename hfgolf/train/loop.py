@@ -38,16 +38,19 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def train(resolved: ResolvedConfig, signals: Signals | None = None, hooks: Sequence[Hook] = ()) -> dict[str, Any]:
+def train(
+    resolved: ResolvedConfig, signals: Signals | None = None, hooks: Sequence[Hook] = (), may_teach: bool = False
+) -> dict[str, Any]:
     """Train a model and return the summary: losses, bits per byte, speed and the model's folder.
 
     Call it in every process that `accelerate launch` starts. signals: already entered by the caller, before its slow
-    imports; None: handle signals during this call only. hooks: the same in every process.
+    imports; None: handle signals during this call only. hooks: the same in every process. may_teach: whether the caller
+    lets the model teach another one in the minutes that it leaves (autopilot.py).
     Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if SIGTERM, SIGINT or SIGHUP
     ended the run after a save.
     """
     with session(resolved.config, signals) as (signals, stopwatch):
-        run = set_up(resolved, Hooks(hooks), signals, stopwatch)
+        run = set_up(resolved, Hooks(hooks), signals, stopwatch, may_teach)
         with signals.deferred():
             try:
                 run_steps(run)

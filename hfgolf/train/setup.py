@@ -77,12 +77,13 @@ def set_up(
     hooks: Hooks | None = None,
     signals: Signals | None = None,
     stopwatch: Stopwatch | None = None,
+    may_teach: bool = False,
 ) -> Run:
     """Build a run: folder, data, model, optimizer. Resume from a checkpoint if train.resume says so.
 
     said: the config of a person, which this start completes (decisions.py). signals and stopwatch: of the session;
-    None: there is none. Raises UserError for a problem that the user can fix; an earlier run in the folder is not
-    harmed.
+    None: there is none. may_teach: as of autopilot.choose. Raises UserError for a problem that the user can fix; an
+    earlier run in the folder is not harmed.
     """
     check_golf(said.config)
     stopwatch = stopwatch or Stopwatch(console.switch)
@@ -92,7 +93,7 @@ def set_up(
         accelerator = _set_up_process(decisions)
         if decisions.is_open:
             console.now("timing steps")
-            chosen = choose(decisions, accelerator.device, accelerator.num_processes)
+            chosen = choose(decisions, accelerator.device, accelerator.num_processes, may_teach)
             for line in chosen.lines:
                 logger.info("%s", line)
             decisions = _decide(said.resolve("auto", **chosen.values), origin)

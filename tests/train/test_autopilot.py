@@ -13,10 +13,11 @@ import pytest
 import torch
 from faults import train_on_two
 
+from hfgolf import Hook, api
 from hfgolf.config.parse import AUTOPILOT, _say_once, base_for, load_config
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
-from hfgolf.train import autopilot
+from hfgolf.train import autopilot, setup
 from hfgolf.train.autopilot import Choice, Speed
 from hfgolf.train.decisions import decide
 from hfgolf.train.law import Shape, Text, rates_of, tokens_per_step_of
@@ -178,7 +179,7 @@ def test_a_text_that_is_read_often_takes_averages_of_the_weights_and_no_segments
     steps = round(epochs * Path(text).stat().st_size / 2048)
     stated = ["--tokenizer.kind=byte", "--batch.tokens_per_step=2048", f"--train.max_steps={steps}", *options]
     decisions = decide(load_config([text, "--minutes=9", "--train.max_tokens=null", *stated]), {})
-    chosen = autopilot.choose(decisions, torch.device("cpu"), 1)
+    chosen = autopilot.choose(decisions, torch.device("cpu"), 1, may_teach=True)
     optim = decisions.config.replace(**chosen.values).optim
     assert optim.ema_export == is_averaged == (", averaged weights; about" in chosen.lines[0])
     of_eighth = pytest.approx(1 - 1 / (1 + 0.12 * steps), abs=1e-5)
@@ -187,6 +188,26 @@ def test_a_text_that_is_read_often_takes_averages_of_the_weights_and_no_segments
     rates = optim.learning_rate, optim.adamw_learning_rate
     factor = 1.4 if is_averaged else 1
     assert rates == pytest.approx([factor * rate for rate in rates_of(chosen.values["model__hidden_size"])], rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("train", "hooks", "teaches"),
+    [(api.train_once, [], True), (api.train_once, [Hook()], False), (api.train, [], False)],
+    ids=["alone", "with a hook", "hfgolf.train"],
+)
+def test_another_model_is_promised_only_where_it_follows(text, monkeypatch, train, hooks, teaches):
+    class Asked(Exception):
+        pass
+
+    def ask(*arguments):
+        raise Asked(autopilot.choose(*arguments))
+
+    monkeypatch.setattr(autopilot, "seconds_per_step", lambda *_: 0.01)
+    monkeypatch.setattr(setup, "choose", ask)
+    with pytest.raises(Asked) as asked:
+        train(load_config([text, "--minutes=9", *QUICK]), hooks)
+    (chosen,) = asked.value.args
+    assert chosen.values["train__max_tokens"] and chosen.lines[0].endswith("; then it teaches another model") == teaches
 
 
 def seconds_of(shape, tokens_per_step):
@@ -204,7 +225,7 @@ def test_steps_are_as_large_as_goes_with_their_tokens(text):
     def choices_of(minutes, open_keys):
         config = load_config([text, f"--minutes={minutes}"]).config
         large, sizes = Text(2e9, 2.0, {2048: 0.3}), [Shape(128, 3, 2048)]
-        return list(autopilot._choices(config, open_keys, large, speed, sizes, 1))
+        return list(autopilot._choices(config, open_keys, large, speed, sizes, 1, may_teach=True))
 
     for minutes, of_whole in ((1, 4096), (100, 32768)):
         choices = choices_of(minutes, set(AUTOPILOT))
@@ -227,6 +248,6 @@ def test_choice_follows_from_timed_steps_of_two_widths_not_from_the_assumed_spee
     for peak in (1e10, 1e11, 1e12, 1e13):
         timed.clear()
         monkeypatch.setattr(autopilot, "peak_flops", lambda *_, peak=peak: peak)
-        choices.append(autopilot.choose(decisions, torch.device("cpu"), 1))
+        choices.append(autopilot.choose(decisions, torch.device("cpu"), 1, may_teach=True))
         assert len(set(timed)) > 1
     assert choices == [choices[0]] * 4
