@@ -119,13 +119,14 @@ def against_trainer() -> dict[str, list[str]]:
 
 
 def golf_export() -> dict[str, list[str]]:
-    seconds = kept(EXPERIMENTS, "golf_export")["exports"][0]["ledger"]["seconds"]
-    first, second = seconds["score before"], seconds["score of the files"]
-    curvature, coding = seconds["curvature"], seconds["rounding and coding"]
-    rest = f"{curvature:.0f} s for the curvature, {coding:.0f} s for rounding and coding"
-    scores = f"{first:.0f} s and {second:.0f} s for the two scores"
-    total = sum(seconds.values())
-    return {"docs/golf.md": [f"took {total:.0f} s on a machine", f"{scores}, {rest}"]}
+    result = kept(EXPERIMENTS, "golf_export")
+    stated = [f"the float weights score {result['slice_float']:.4f}", f"take {result['int8_zlib_bytes']:,} bytes"]
+    for row in result["exports"]:
+        ledger = row["ledger"]
+        stated.append(f"| {ledger['budget_bytes']:,} | {ledger['totals']['challenge']:,} | ")
+        scores = ledger["before"]["bpb"], ledger["after"]["bpb"], row["slice_export"], row["slice_zlib"]
+        stated.append(f" | {' | '.join(f'{score:.4f}' for score in scores)} |")
+    return {"docs/golf.md": stated}
 
 
 def vocabulary() -> dict[str, list[str]]:

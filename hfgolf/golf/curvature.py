@@ -174,6 +174,14 @@ def summed_loss(model: nn.Module, batch: Any) -> tuple[Tensor, int, Tensor | Non
     return nats, int((targets != IGNORE_INDEX).sum()), logits
 
 
+@torch.no_grad()
+def total_loss(model: nn.Module, batches: Iterable[Any]) -> tuple[float, int]:
+    """Return the summed loss of batches in nats, without dropout, and the number of their targets."""
+    with evaluation_mode(model):
+        losses = [summed_loss(model, batch) for batch in batches]
+    return sum(nats.item() for nats, _, _ in losses), sum(count for _, count, _ in losses)
+
+
 def _moved(value: Any, device: torch.device) -> Any:
     return value.to(device) if isinstance(value, Tensor) else value
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from hfgolf.config.sections import GolfSection
 from hfgolf.evaluate.token_bytes import bytes_per_token
-from hfgolf.golf.artifact import model_encoder
+from hfgolf.golf.artifact import Encoded, model_encoder
 from hfgolf.golf.certificate import Certificate, certify
-from hfgolf.golf.curvature import Curvature, calibrated_curvature
+from hfgolf.golf.curvature import Curvature, calibrated_curvature, calibration_batches
 from hfgolf.golf.grid import Quantized
 from hfgolf.golf.ledger import (
     ARTIFACT,
@@ -55,6 +55,9 @@ from hfgolf.system.errors import UserError, writing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_TOKENS_PER_STEP = 512  # of the tuning of vectors
 
 
 @dataclass(frozen=True)
@@ -133,13 +136,13 @@ def _export(
     files = _write_files(source, settings, partial, tokens, token_bytes)
     overhead = sum(path.stat().st_size for path, counted_by in files.items() if golf.count in counted_by)
     budget = {"budget_bytes": golf.budget_bytes or 0, "overhead_bytes": overhead}
-    coding: StateCoding | None = None
-    if isinstance(model, GolfForCausalLM):
-        weights, encode = matrices(model), model_encoder(model)
-    else:
-        coding = StateCoding(model)
-        weights, encode = coding.weights, coding.encode
-    require_room(weights, size_of=lambda on_grids: len(encode(on_grids).data), **budget)
+    coding = None if isinstance(model, GolfForCausalLM) else StateCoding(model)
+    weights = matrices(model) if coding is None else coding.weights
+
+    def encoder() -> Callable[[Mapping[str, Quantized]], Encoded]:
+        return model_encoder(model) if isinstance(model, GolfForCausalLM) else StateCoding(model).encode
+
+    require_room(weights, size_of=lambda on_grids: len(encoder()(on_grids).data), **budget)
     network, before = _Logits(model), None
     if not settings.skip_before:
         with timed("score before"):
@@ -147,8 +150,14 @@ def _export(
     with timed("curvature"):
         curvature = curvature_of(source, golf.calibration_tokens)
     with timed("rounding and coding"):
-        options = {"method": golf.method, "allocation": golf.allocation, "column_steps": settings.column_steps}
-        quantized, encoded = fill(weights, curvature, encode, progress=say, **options, **budget)
+        options: dict[str, Any] = {
+            "method": golf.method,
+            "allocation": golf.allocation,
+            "column_steps": settings.column_steps,
+        }
+        rows = max(1, _TOKENS_PER_STEP // source.sequence_length)
+        batches = calibration_batches(**_calibration(source, golf.calibration_tokens), batch_size=rows)
+        quantized, encoded = fill(model, weights, curvature, encoder, batches, progress=say, **options, **budget)
     write_bytes(partial / ARTIFACT, encoded.data)
     with timed("score of the files"):
         if coding:
@@ -186,14 +195,17 @@ def _export(
 
 def curvature_of(source: Source, num_tokens: int) -> dict[str, Curvature]:
     """Measure the curvature on about num_tokens of the training text that the run would have read next."""
-    return calibrated_curvature(
-        source.model,
-        source.tokens.train,
-        seed=source.seed,
-        sequence_length=source.sequence_length,
-        blocks_read=source.blocks_read,
-        num_tokens=num_tokens,
-    )
+    return calibrated_curvature(source.model, **_calibration(source, num_tokens))
+
+
+def _calibration(source: Source, num_tokens: int) -> dict[str, Any]:
+    return {
+        "stream": source.tokens.train,
+        "seed": source.seed,
+        "sequence_length": source.sequence_length,
+        "blocks_read": source.blocks_read,
+        "num_tokens": num_tokens,
+    }
 
 
 def _write_files(

@@ -11,7 +11,7 @@ import lzma
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
-from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.golf.artifact import Encoded, encode
-from hfgolf.golf.curvature import Curvature, grid_layers, measure_curvature, place, summed_loss
+from hfgolf.golf.curvature import Curvature, grid_layers, measure_curvature, place, total_loss
 from hfgolf.golf.grid import Quantized
 from hfgolf.golf.ledger import ARTIFACT, UNPACK, run_alone
-from hfgolf.golf.quantize import QuantizedModel, quantize_model, require_room, stored
+from hfgolf.golf.quantize import QuantizedModel, fitting, quantize_model, require_room, stored
 from hfgolf.golf.script import packed_unpack
+from hfgolf.golf.tuning import tune_vectors
 from hfgolf.golf.unpack import EXACT, STORED, TRANSPOSED, state_sha256, unpack
 from hfgolf.system.durable import write_bytes
 from hfgolf.system.errors import UserError, writing
@@ -109,14 +109,22 @@ def pack(
         curvature = measure_curvature(model, calibration)
     if not curvature:
         raise UserError("model: no linear layer or embedding of it ran on the batches, so there is nothing to round.")
-    quantized, encoded = fill(coding.weights, curvature, coding.encode, progress=progress, **budget)
-    with writing("folder", folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_bytes(folder / UNPACK, program)
-        write_bytes(folder / ARTIFACT, encoded.data)
-    state = unpacked(folder)
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
+        quantized, encoded = fill(
+            model,
+            coding.weights,
+            curvature,
+            lambda: StateCoding(model).encode,
+            calibration,
+            progress=progress,
+            **budget,
+        )
+        with writing("folder", folder):
+            folder.mkdir(parents=True, exist_ok=True)
+            write_bytes(folder / UNPACK, program)
+            write_bytes(folder / ARTIFACT, encoded.data)
+        state = unpacked(folder)
         model.load_state_dict(state)
         loss_after = _mean_loss(model, scored or calibration)
     finally:
@@ -198,21 +206,30 @@ class StateCoding:
 
 
 def fill(
+    model: nn.Module,
     weights: Mapping[str, NDArray[np.float32]],
     curvature: Mapping[str, Curvature],
-    encode: Callable[[Mapping[str, Quantized]], Encoded],
+    encoder: Callable[[], Callable[[Mapping[str, Quantized]], Encoded]],
+    batches: Iterable[Any],
+    *,
+    budget_bytes: int,
+    overhead_bytes: int,
+    progress: Callable[[str], None],
     **options: Any,
 ) -> tuple[QuantizedModel, Encoded]:
     """Return the matrices that have a curvature, rounded so that they fill a budget, and the artifact.
 
-    encode: returns the artifact of matrices on their grids. options: of quantize_model, with budget and overhead.
-    Raises UserError as quantize_model does, and for a curvature that is not finite.
+    Then the model has them, and its vectors are tuned to them on batches (see tune_vectors), unless the matrices were
+    on a grid already: then they were trained with it. encoder: returns what encodes the model as it is now, given
+    matrices on their grids. options: of quantize_model. Raises UserError as quantize_model does, and for a curvature
+    that is not finite.
     """
     if not all(np.isfinite(each.hessian).all() and np.isfinite(each.row_weights).all() for each in curvature.values()):
         raise UserError(
             "model: its loss on the calibration text is not finite, or has no finite gradients, so nothing says how to"
             " round it."
         )
+    encode = encoder()
     last: tuple[Mapping[str, Quantized], Encoded] | None = None
 
     def size_of(on_grids: Mapping[str, Quantized]) -> int:
@@ -220,10 +237,22 @@ def fill(
         last = on_grids, encode(on_grids)
         return len(last[1].data)
 
+    def encoded(tensors: Mapping[str, Quantized]) -> Encoded:
+        return last[1] if last is not None and last[0] is tensors else encode(tensors)
+
     measured = {name: weight for name, weight in weights.items() if name in curvature}
-    quantized = quantize_model(measured, curvature, size_of=size_of, **options)
-    is_kept = last is not None and last[0] is quantized.tensors
-    return quantized, last[1] if last and is_kept else encode(quantized.tensors)
+    budget: dict[str, Any] = {"budget_bytes": budget_bytes, "overhead_bytes": overhead_bytes, "size_of": size_of}
+    quantized = quantize_model(measured, curvature, progress=progress, **budget, **options)
+    untuned = encoded(quantized.tensors)
+    on_grids = {name: one.dequantized() for name, one in quantized.tensors.items()}
+    if quantized.is_kept or not tune_vectors(model, on_grids, batches):
+        return quantized, untuned
+    encode = encoder()
+    tensors, size = fitting(quantized.tensors, curvature, **budget)
+    progress(f"vectors tuned: {size:,} bytes")
+    if size > budget_bytes:
+        return quantized, untuned
+    return replace(quantized, tensors=tensors, size_bytes=size), encoded(tensors)
 
 
 def _fits_half(tensor: Tensor) -> bool:
@@ -247,11 +276,7 @@ def _run_on_batches(model: nn.Module) -> Iterator[None]:
 
 
 def _mean_loss(model: nn.Module, batches: Iterable[Any]) -> float:
-    nats, num_targets = 0.0, 0
-    with evaluation_mode(model), torch.no_grad():
-        for batch in batches:
-            loss, count, _ = summed_loss(model, batch)
-            nats, num_targets = nats + loss.item(), num_targets + count
+    nats, num_targets = total_loss(model, batches)
     if not num_targets:
         raise UserError("batches: no token in them is a target; give batches of more than one token each.")
     return nats / num_targets

@@ -246,7 +246,8 @@ class QuantizedModel:
     """The matrices of a model on their grids, and how they were chosen.
 
     scale: D, see the module. sdclip_k: the k of SDClip at 6 bits that gives the same mean step relative to the rows.
-    size_bytes: everything, overhead included. findings: what the user should know, one sentence each.
+    size_bytes: everything, overhead included. findings: what the user should know, one sentence each. is_kept: they
+    were on a grid already.
     """
 
     tensors: dict[str, Quantized]
@@ -254,6 +255,7 @@ class QuantizedModel:
     sdclip_k: float
     size_bytes: int
     findings: list[str] = field(default_factory=list)
+    is_kept: bool = False
 
 
 def require_room(
@@ -352,8 +354,8 @@ def _kept(
 ) -> QuantizedModel | None:
     """Return matrices that are on a grid already, else None. D is that of SDClip: the mean relative step.
 
-    What exceeds the budget by _EXCESS or less has some integers one nearer to zero, so that it fits: to round to a
-    coarser grid would lose what the training on this one has gained.
+    If they exceed the budget by little, they are made to fit: to round to a coarser grid would lose what the training
+    on this one has gained.
     """
     tensors = {}
     for name, weight in weights.items():
@@ -363,12 +365,7 @@ def _kept(
         tensors[name] = one
     if not any(one.integers.any() for one in tensors.values()):
         return None
-    size = overhead_bytes + size_of(tensors)
-    nearer, less = tensors, 0.0
-    while size > budget_bytes and less + size - budget_bytes <= _EXCESS * budget_bytes:
-        less += (size - budget_bytes) / 2 + 4  # it takes about twice as much
-        nearer = _shrunk(tensors, curvature, less)
-        size = overhead_bytes + size_of(nearer)
+    nearer, size = fitting(tensors, curvature, budget_bytes, overhead_bytes, size_of)
     if size > budget_bytes:
         return None
     steps = {
@@ -379,7 +376,27 @@ def _kept(
     count = sum(int((nearer[name].integers != one.integers).sum()) for name, one in tensors.items())
     but = f" but for {count:,} integers that went one nearer to zero, so that they fit" if count else ""
     note = f"The matrices are on a grid already (golf.qat_fraction), so they are kept{but}; {free:,} bytes stay free."
-    return QuantizedModel(nearer, scale, SDCLIP_LEVELS * scale, size, [note])
+    return QuantizedModel(nearer, scale, SDCLIP_LEVELS * scale, size, [note], is_kept=True)
+
+
+def fitting(
+    tensors: dict[str, Quantized],
+    curvature: Mapping[str, Curvature],
+    budget_bytes: int,
+    overhead_bytes: int,
+    size_of: Callable[[dict[str, Quantized]], int],
+) -> tuple[dict[str, Quantized], int]:
+    """Return matrices and the size of everything. Arguments as in quantize_model.
+
+    If they exceed the budget by _EXCESS or less, some integers are one nearer to zero, so that they fit.
+    """
+    size = overhead_bytes + size_of(tensors)
+    nearer, less = tensors, 0.0
+    while size > budget_bytes and less + size - budget_bytes <= _EXCESS * budget_bytes:
+        less += (size - budget_bytes) / 2 + 4  # it takes about twice as much
+        nearer = _shrunk(tensors, curvature, less)
+        size = overhead_bytes + size_of(nearer)
+    return nearer, size
 
 
 def _shrunk(

@@ -109,6 +109,7 @@ def test_export_keeps_the_grid_of_a_rounded_model(model, batch):
     weights = matrices(model)
     size = 500 + size_of({name: round_nearest(weight, codes[name]) for name, weight in weights.items()})
     kept = quantize_model(matrices(model), curvature, budget_bytes=size + 100, overhead_bytes=500, size_of=size_of)
+    assert kept.is_kept
     assert kept.size_bytes <= size and "on a grid already" in kept.findings[0]
     assert kept.scale == pytest.approx(0.5, rel=0.4)
     for name, weight in weights.items():
