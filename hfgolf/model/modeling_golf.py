@@ -152,6 +152,14 @@ class GolfPreTrainedModel(PreTrainedModel):
             raise ValueError(f"gradient checkpointing: with {switch}, use_reentrant must be False, the default.")
         super()._set_gradient_checkpointing(enable, gradient_checkpointing_func, *args, **kwargs)
 
+    def resize_token_embeddings(self, *args: Any, **kwargs: Any) -> nn.Embedding:
+        """Resize as every transformers model does, and the table of value embeddings as well."""
+        resized: nn.Embedding = super().resize_token_embeddings(*args, **kwargs)
+        if self.config.value_embedding_layers:
+            module: Any = self.base_model.value_embedding
+            module.table = self._get_resized_embeddings(module.table, resized.num_embeddings)
+        return resized
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         """Initialize one module's own parameters with transformers' functions, which skip loaded weights.

@@ -278,3 +278,16 @@ def test_the_loss_is_that_of_the_logits_whatever_the_head_is(build_golf, token_i
         torch.testing.assert_close(result.loss, expected)
     adapted.train()(token_ids, labels=token_ids).loss.backward()
     assert adapted.lm_head.added.weight.grad.abs().sum() > 0
+
+
+@pytest.mark.parametrize("name", ["modern", "value_embedding", "embedding_size_untied", "bigram"])
+def test_a_model_with_more_tokens_says_the_same_of_the_old_ones(build_golf, all_options, token_ids, tmp_path, name):
+    golf = build_golf(**all_options[name])
+    with torch.no_grad():
+        before = golf(token_ids).logits
+        golf.resize_token_embeddings(70)
+        torch.testing.assert_close(golf(token_ids).logits[..., :61], before)
+        longer = torch.cat([token_ids, torch.full((3, 1), 69)], dim=1)
+        golf.save_pretrained(tmp_path)
+        again = GolfForCausalLM.from_pretrained(tmp_path)
+        torch.testing.assert_close(again(longer).logits, golf(longer).logits)
