@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,8 +155,7 @@ def _export(
             "allocation": golf.allocation,
             "column_steps": settings.column_steps,
         }
-        rows = max(1, _TOKENS_PER_STEP // source.sequence_length)
-        batches = calibration_batches(**_calibration(source, golf.calibration_tokens), batch_size=rows)
+        batches = _unread(source, golf.calibration_tokens)
         quantized, encoded = fill(model, weights, curvature, encoder, batches, progress=say, **options, **budget)
     write_bytes(partial / ARTIFACT, encoded.data)
     with timed("score of the files"):
@@ -196,6 +195,15 @@ def _export(
 def curvature_of(source: Source, num_tokens: int) -> dict[str, Curvature]:
     """Measure the curvature on about num_tokens of the training text that the run would have read next."""
     return calibrated_curvature(source.model, **_calibration(source, num_tokens))
+
+
+def _unread(source: Source, num_tokens: int) -> Iterable[Any]:
+    """Return the same text in small batches; none if the model may have read it: it would overfit to that."""
+    next_tokens = source.blocks_read * source.sequence_length + num_tokens
+    if source.train_split != "training" or next_tokens > len(source.tokens.train):
+        return ()
+    rows = max(1, _TOKENS_PER_STEP // source.sequence_length)
+    return calibration_batches(**_calibration(source, num_tokens), batch_size=rows)
 
 
 def _calibration(source: Source, num_tokens: int) -> dict[str, Any]:

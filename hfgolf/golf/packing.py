@@ -210,7 +210,7 @@ def fill(
     weights: Mapping[str, NDArray[np.float32]],
     curvature: Mapping[str, Curvature],
     encoder: Callable[[], Callable[[Mapping[str, Quantized]], Encoded]],
-    batches: Iterable[Any],
+    unread: Iterable[Any] = (),
     *,
     budget_bytes: int,
     overhead_bytes: int,
@@ -219,10 +219,10 @@ def fill(
 ) -> tuple[QuantizedModel, Encoded]:
     """Return the matrices that have a curvature, rounded so that they fill a budget, and the artifact.
 
-    Then the model has them, and its vectors are tuned to them on batches (see tune_vectors), unless the matrices were
-    on a grid already: then they were trained with it. encoder: returns what encodes the model as it is now, given
-    matrices on their grids. options: of quantize_model. Raises UserError as quantize_model does, and for a curvature
-    that is not finite.
+    Then the model has them, and its vectors are tuned to them on text that it has not read (see tune_vectors), unless
+    the matrices were on a grid already: then they were trained with it. encoder: returns what encodes the model as it
+    is now, given matrices on their grids. options: of quantize_model. Raises UserError as quantize_model does, and for
+    a curvature that is not finite.
     """
     if not all(np.isfinite(each.hessian).all() and np.isfinite(each.row_weights).all() for each in curvature.values()):
         raise UserError(
@@ -245,7 +245,7 @@ def fill(
     quantized = quantize_model(measured, curvature, progress=progress, **budget, **options)
     untuned = encoded(quantized.tensors)
     on_grids = {name: one.dequantized() for name, one in quantized.tensors.items()}
-    if quantized.is_kept or not tune_vectors(model, on_grids, batches):
+    if quantized.is_kept or not tune_vectors(model, on_grids, unread):
         return quantized, untuned
     encode = encoder()
     tensors, size = fitting(quantized.tensors, curvature, **budget)

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfgolf.golf import tuning
-from hfgolf.golf.curvature import grid_layers, total_loss
+from hfgolf.golf.curvature import grid_layers, measure_curvature, total_loss
+from hfgolf.golf.export import _unread
 from hfgolf.golf.grid import round_nearest, row_codes_of
+from hfgolf.golf.packing import StateCoding, fill
 from hfgolf.golf.quantize import stored
+from hfgolf.golf.source import run_source
 from hfgolf.golf.tuning import HELD_OUT, tune_vectors
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
@@ -105,3 +110,30 @@ def test_what_is_frozen_or_in_training_mode_stays_so(model, trained, count):
 def test_a_model_without_vectors_is_left_alone():
     model = torch.nn.Sequential(torch.nn.Embedding(VOCABULARY, 8), torch.nn.Linear(8, VOCABULARY, bias=False))
     assert not tune_vectors(model, {}, batches(16, seed=3))
+
+
+def test_vectors_are_tuned_on_unread_text_and_the_artifact_has_them(model, trained):
+    batch = batches(8, seed=4)
+    curvature = measure_curvature(model, batch)
+    options = {"budget_bytes": 4500, "overhead_bytes": 500, "progress": lambda line: None}
+    weights = StateCoding(model).weights
+    vectors = {name: parameter.clone() for name, parameter in model.named_parameters() if parameter.ndim < 2}
+    artifacts = []
+    for unread in ((), batches(64, seed=3)):
+        quantized, encoded = fill(model, weights, curvature, lambda: StateCoding(model).encode, unread, **options)
+        assert 0.99 * 4500 <= 500 + len(encoded.data) == quantized.size_bytes <= 4500
+        is_tuned = any(not torch.equal(model.get_parameter(name), value) for name, value in vectors.items())
+        assert is_tuned == bool(unread)
+        artifacts.append(encoded.data)
+    assert artifacts[0] != artifacts[1]
+
+
+def test_only_text_that_the_run_has_not_read_is_trained_on(shared_run):
+    source = run_source(shared_run())
+    length, tokens = source.sequence_length, len(source.tokens.train)
+    assert source.train_split == "training" and 0 < source.blocks_read * length < tokens - 64
+    text = list(_unread(source, 64))
+    assert sum(batch["input_ids"].numel() for batch in text) == 64 // length * length
+    assert list(_unread(source, tokens)) == []
+    assert list(_unread(replace(source, blocks_read=tokens // length), 64)) == []
+    assert list(_unread(replace(source, train_split=None), 64)) == []
