@@ -316,7 +316,7 @@ def test_a_native_model_that_was_trained_since_starts_as_what_it_is_now(run, cop
     with pytest.raises(UserError, match=r"trained since hfgolf exported them, .*; remove that entry\.$"):
         run(from_weights(weights, run__name="more", train__max_steps=1))
     config = json.loads((weights / "config.json").read_text())
-    assert config.pop("golf") == {"embedding_norm": True, "tie_word_embeddings": True}
+    assert config.pop("golf") == {"embedding_norm": True, "tie_word_embeddings": True, "pad_token_id": 256}
     (weights / "config.json").write_text(json.dumps(config))
     run(from_weights(weights, run__name="more", train__max_steps=1))
 
