@@ -392,7 +392,7 @@ def _native_config(config: GolfConfig, row: Architecture, dtype: torch.dtype) ->
     values: dict[str, Any] = {theirs: getattr(config, ours) for theirs, ours in row.fields.items()}
     values[row.activation] = _ACTIVATIONS[config.activation]
     values |= {} if row.is_gpt2 else {"rope_parameters": rope}
-    values["pad_token_id"] = None  # transformers' embeddings never train its row; here, it is that of the end of a text
+    values["pad_token_id"] = None  # its embedding gets no gradient, and here it would be that of the end of a text
     native: PreTrainedConfig = row.model.config_class(
         tie_word_embeddings=config.tie_word_embeddings and not (config.embedding_norm and row.folds_embedding_norm),
         initializer_range=config.initializer_range or 0.02,
