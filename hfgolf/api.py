@@ -93,7 +93,7 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
 
     A run that nobody named leaves another one's folder alone (claim.with_own_folder). A complete run whose model or
     summary is damaged is rebuilt from its checkpoints. If the minutes last longer than the text (successor.py), another
-    run follows, unless there are hooks or several processes, and its summary is returned.
+    run follows, unless there are hooks or several processes, and the summary of the better one is returned.
     """
     state = processes()
     may_teach = not hooks and state.num_processes == 1
@@ -106,7 +106,7 @@ def train_once(resolved: ResolvedConfig, hooks: Sequence[Hook] = (), signals: Si
         lower = summary["val_loss"] - last["val_loss"]
         than = f"{'lower' if lower > 0 else 'higher'} than {folder.path}, nats per token"
         logger.info("%s", labeled("taught", f"{abs(lower):.4f} {than}", 16))
-        return last
+        return last if lower > 0 else summary
     if is_to_teach:
         minutes = duration(60 * (resolved.config.train.max_minutes or 0))
         logger.info("%s", labeled("taught", f"no other model, because too little of the {minutes} is left", 16))

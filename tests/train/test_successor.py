@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import logging
 
+import pytest
+
 from hfgolf import Hook, api
 from hfgolf.config.parse import ResolvedConfig, load_config, read_settings
 from hfgolf.config.sections import RunConfig
@@ -96,3 +98,16 @@ def test_only_the_first_run_of_a_command_begins_with_the_process(tiny_run):
                 assert signals.stop_message == BEFORE_THE_FIRST_STEP
     assert seconds[1] < 1 < seconds[0]
     assert not run_folder(config).summary.exists()
+
+
+@pytest.mark.parametrize(("losses", "better"), [((3.0, 2.0), "second"), ((2.0, 3.0), "first")])
+def test_the_better_model_is_returned(losses, better, tiny_run, monkeypatch, caplog):
+    said = chosen(tiny_run())
+    summaries = [{"run": name, "val_loss": loss} for name, loss in zip(("first", "second"), losses, strict=True)]
+    shown = iter(summaries)
+    monkeypatch.setattr(api, "_train_or_show", lambda *args, **kwargs: (said, next(shown), []))
+    monkeypatch.setattr(api, "is_used_up", lambda said: True)
+    monkeypatch.setattr(api, "taught", lambda said: said)
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        assert api.train_once(said)["run"] == better
+    assert f"1.0000 {'lower' if better == 'second' else 'higher'} than " in caplog.text
