@@ -112,13 +112,7 @@ def pack(
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
         quantized, encoded = fill(
-            model,
-            coding.weights,
-            curvature,
-            lambda: StateCoding(model).encode,
-            calibration,
-            progress=progress,
-            **budget,
+            model, coding.weights, curvature, lambda: StateCoding(model).encode, progress=progress, **budget
         )
         with writing("folder", folder):
             folder.mkdir(parents=True, exist_ok=True)

@@ -159,6 +159,16 @@ def test_tied_weights_are_stored_once_and_stay_tied(own):
     assert "head.weight" not in StateCoding(shared).tensors
 
 
+def test_the_batches_may_be_known_text_so_nothing_is_trained_on_them(tmp_path):
+    model = with_every_weight_used(tiny_model("gpt2"))
+    pack(model, batches(16), 40_000, tmp_path / "packed")
+    state = unpack(str(tmp_path / "packed" / "artifact.bin"))
+    vectors = {name: value for name, value in model.named_parameters() if value.ndim < 2}
+    for name, value in vectors.items():
+        torch.testing.assert_close(state[name], value.detach(), rtol=2.0**-8, atol=1e-7)  # 8 significant bits
+    assert vectors
+
+
 def test_buffers_are_exact(tmp_path):
     """Also without elements, of other types in the same memory, and views that torch computes when they are read."""
     model = with_every_weight_used(OwnGPT())
