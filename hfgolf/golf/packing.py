@@ -111,9 +111,8 @@ def pack(
         raise UserError("model: no linear layer or embedding of it ran on the batches, so there is nothing to round.")
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
-        quantized, encoded = fill(
-            model, coding.weights, curvature, lambda: StateCoding(model).encode, progress=progress, **budget
-        )
+        encoder, unread = lambda: StateCoding(model).encode, ()  # the model may have read the batches
+        quantized, encoded = fill(model, coding.weights, curvature, encoder, unread, progress=progress, **budget)
         with writing("folder", folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_bytes(folder / UNPACK, program)
@@ -204,7 +203,7 @@ def fill(
     weights: Mapping[str, NDArray[np.float32]],
     curvature: Mapping[str, Curvature],
     encoder: Callable[[], Callable[[Mapping[str, Quantized]], Encoded]],
-    unread: Iterable[Any] = (),
+    unread: Iterable[Any],
     *,
     budget_bytes: int,
     overhead_bytes: int,
