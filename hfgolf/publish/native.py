@@ -51,6 +51,7 @@ _FREE = {
     *("rope_theta", "rope_parameters", "norm_eps", "tie_word_embeddings"),
     *("dropout", "use_cache", "initializer_range", "tied_embedding_std", "matrix_init"),
 }
+_KEPT = (*MODEL_FIELDS, "pad_token_id")  # of a Golf model, in the native config, where they differ
 _OF_THE_TABLE = {"embedding_norm", "tie_word_embeddings"}
 _TRANSLATED = {*_BIASES, *_TOKEN_IDS, "use_bias", "hidden_act", "activation_function"}
 # Fields of a native config without an effect on its logits, or that are taken over whatever they are.
@@ -226,8 +227,7 @@ def to_native(golf: GolfForCausalLM) -> PreTrainedModel:
             state[name] = torch.full_like(tensor, float(name.endswith("weight")))
     native.load_state_dict(state)
     plain = golf_shape(native.config)
-    fields = (*MODEL_FIELDS, "pad_token_id")
-    made_from = {key: getattr(config, key) for key in fields if getattr(config, key) != getattr(plain, key)}
+    made_from = {key: getattr(config, key) for key in _KEPT if getattr(config, key) != getattr(plain, key)}
     has_bias = is_folded and getattr(golf.model.embed_norm, "bias", None) is not None
     if has_bias or (is_folded and not config.tie_word_embeddings):  # the table does not tell what it was
         made_from = {key: value for key, value in made_from.items() if key not in _OF_THE_TABLE}
@@ -456,7 +456,7 @@ def _golf_config(theirs: Any, row: Architecture, has_biases: bool, is_as_made: b
         values["activation"] = known
     values["tie_word_embeddings"] = theirs.tie_word_embeddings
     made_from = (is_as_made and _made_from(theirs)) or {}
-    values |= {name: value for name, value in made_from.items() if name in (*MODEL_FIELDS, "pad_token_id")}
+    values |= {name: value for name, value in made_from.items() if name in _KEPT}
     try:
         config = GolfConfig(**values)
     except ValueError as error:
