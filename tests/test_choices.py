@@ -93,7 +93,7 @@ def quantized(key: str) -> Callable[[str], Any]:
         weights = {"a": np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)}
         curvature = {"a": Curvature(np.diag(np.arange(1.0, 9.0)), np.arange(1.0, 5.0))}
         if key == "allocation":
-            return allocate(weights, name, curvature, None, False)["a"].row_steps.tolist()
+            return allocate(weights, name, curvature, None)["a"].row_steps.tolist()
         return plan_steps(weights, curvature, 40, name, "curvature")[1] is None
 
     return outcome

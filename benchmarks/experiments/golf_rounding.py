@@ -3,10 +3,11 @@
     python benchmarks/experiments/golf_rounding.py --run runs/small --budgets 1800000 1200000 800000
 
 Rounds the weights of a run to each budget in each way: to the nearest; with errors passed on to later columns (GPTQ);
-and to later rows (feedback); and by coordinate descent after that, as an export does (descent). Scores them on the
-whole validation part in flat windows, as an export does. "added" is what rounding adds to the loss of the float
-weights, in nats per token. Adds a row for each to golf_rounding.jsonl in results/. Losses don't depend on the machine
-or on its load; seconds do.
+and to later rows (feedback); by coordinate descent after that (descent); and all as an export does it, with vectors
+that are trained after rounding on text that the run has not read (tuned). Scores them on the whole validation part in
+flat windows, as an export does. "added" is what rounding adds to the loss of the float weights, in nats per token;
+"predicted" is without the training of vectors. Adds a row for each to golf_rounding.jsonl in results/. Losses don't
+depend on the machine or on its load; seconds do.
 """
 
 from __future__ import annotations
@@ -21,14 +22,15 @@ from golf_export import Scorer, Weights
 
 from hfgolf.golf import gptq
 from hfgolf.golf.artifact import model_encoder
-from hfgolf.golf.export import curvature_of
+from hfgolf.golf.export import curvature_of, unread_batches
 from hfgolf.golf.quantize import QuantizedModel, matrices, quantize_model
 from hfgolf.golf.source import run_source
+from hfgolf.golf.tuning import tune_vectors
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train.console import quiet_libraries
 
 RESULTS = Path(__file__).parent / "results" / "golf_rounding.jsonl"
-ARMS = ("nearest", "columns", "feedback", "descent")
+ARMS = ("nearest", "columns", "feedback", "descent", "tuned")
 SWEEPS = gptq._SWEEPS
 
 
@@ -50,6 +52,7 @@ def main() -> None:
             found = subject.rounded(arm, budget)
             seconds = time.perf_counter() - begun_at
             rounded = {name: one.dequantized() for name, one in found.tensors.items()}
+            vectors = subject.tuned_vectors(rounded) if arm == "tuned" else {}
             row = {
                 "run": arguments.run.name,
                 "weights": sum(weight.size for weight in weights.values()),
@@ -58,7 +61,7 @@ def main() -> None:
                 "bytes": found.size_bytes,
                 "arm": arm,
                 "calibration_tokens": arguments.calibration_tokens,
-                "added_nats": subject.added_nats(rounded),
+                "added_nats": subject.added_nats(rounded | vectors),
                 "predicted_nats": sum(
                     curvature[name].loss_increase(one - weights[name]) for name, one in rounded.items()
                 ),
@@ -76,8 +79,9 @@ class Subject:
     """The weights of a run, which are rounded in the way of an arm, and scored on the whole validation part."""
 
     def __init__(self, run: Path, calibration_tokens: int = 32_768) -> None:
-        source = run_source(run)
+        self._source = source = run_source(run)
         assert isinstance(source.model, GolfForCausalLM)
+        self._unread = list(unread_batches(source, calibration_tokens))
         self.weights, self._encode = matrices(source.model), model_encoder(source.model)
         self.curvature = curvature_of(source, calibration_tokens)
         self._scorer = Scorer(source, len(source.tokens.val))
@@ -91,10 +95,19 @@ class Subject:
         """Return what these weights add to the loss of the float weights, in nats per token."""
         return self._nats(changed) - self.exact_nats
 
+    def tuned_vectors(self, rounded: Weights) -> Weights:
+        """Return the vectors of the run, trained with rounded matrices as an export does it."""
+        model = self._source.model
+        own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        tune_vectors(model, rounded, self._unread)
+        vectors = {name: one.detach().numpy().copy() for name, one in model.named_parameters() if one.ndim < 2}
+        model.load_state_dict(own)
+        return vectors
+
     def rounded(self, arm: str, budget_bytes: int) -> QuantizedModel:
         """Return the weights, rounded in the way of an arm so that the artifact alone takes these bytes."""
-        gptq._SWEEPS = SWEEPS if arm == "descent" else 0
-        has_rows = arm in ("feedback", "descent")
+        gptq._SWEEPS = SWEEPS if arm in ("descent", "tuned") else 0
+        has_rows = arm in ("feedback", "descent", "tuned")
         return quantize_model(
             self.weights,
             {name: one if has_rows else replace(one, output_hessian=None) for name, one in self.curvature.items()},

@@ -40,7 +40,6 @@ def main() -> Answer:
     parser.add_argument("--code_files", nargs="+", type=Path, default=[], help="more files that count")
     parser.add_argument("--method", choices=("gptq", "nearest"), help="default: golf.method of the run")
     parser.add_argument("--allocation", choices=("curvature", "sdclip", "uniform"), help="default: golf.allocation")
-    parser.add_argument("--column_steps", action="store_true", help="a step per column, too, with curvature")
     parser.add_argument("--calibration_tokens", **bounded(1, 2**40, "default: golf.calibration_tokens"))
     parser.add_argument("--evaluation", choices=("flat", "sliding", "documents"), help="default: golf.evaluation")
     parser.add_argument("--stride", **bounded(1, 2**24, "default: golf.stride"))
@@ -83,7 +82,7 @@ def main() -> Answer:
         golf = found.golf.replace(**stated)
         if golf.budget_bytes is None:
             raise UserError("--budget_bytes is missing, and the run's config has no golf.budget_bytes; state one.")
-        given = ("column_steps", "code_files", "skip_before")
+        given = ("code_files", "skip_before")
         settings = Settings(golf, **{name: getattr(arguments, name) for name in given})
         exported = export(found, settings, output, lambda line: print(line, file=sys.stderr, flush=True))
     data = {name: getattr(exported, name) for name in ("ledger", "table", "problems")}

@@ -11,10 +11,10 @@ All numbers are little-endian:
 
 The header of a Golf model is its config, as JSON of what differs from the defaults. There are no names and no shapes
 then: the tensors are in the order of the model's state dict, whose shapes follow from the config. Of any other model,
-unpack.py describes the header. A matrix is its kind, its row codes and column codes (see grid.py), its row classes and
-column classes, and its integers. The sum of a row's class and a column's class chooses the histogram of a weight, so
-the coder knows which weights are small without being told the weights. Any other tensor is the bits of its values in
-fp16, rounded to 8 significant bits. Everything goes through one coder, each kind of number with a histogram of its own.
+unpack.py describes the header. A matrix is its kind, its row codes (see grid.py), its row classes and column
+classes, and its integers. The sum of a row's class and a column's class chooses the histogram of a weight, so the coder
+knows which weights are small without being told the weights. Any other tensor is the bits of its values in fp16,
+rounded to 8 significant bits. Everything goes through one coder, each kind of number with a histogram of its own.
 """
 
 from __future__ import annotations
@@ -33,11 +33,9 @@ from hfgolf.golf.decoder import (
     CLASS_BASE,
     CLASS_STRIDE,
     COLUMN_CLASS,
-    COLUMN_CODE,
     FIRST_CLASS,
     FREQUENCY_BITS,
     HAS_COLUMN_CLASSES,
-    HAS_COLUMN_CODES,
     HAS_ROW_CLASSES,
     IS_MATRIX,
     KIND,
@@ -156,9 +154,7 @@ def _add_matrix(encoder: Encoder, tensor: Quantized, classes: _Classes, first: i
     first, map_: the lowest class of any weight, and the histogram of each class from it on.
     """
     base = int(np.median(tensor.row_codes))
-    columns = tensor.column_codes
     optional = {
-        HAS_COLUMN_CODES: (COLUMN_CODE, columns),
         HAS_ROW_CLASSES: (ROW_CLASS, classes.rows if classes.rows.any() else None),
         HAS_COLUMN_CLASSES: (COLUMN_CLASS, classes.columns if classes.columns.any() else None),
     }

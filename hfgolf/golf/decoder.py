@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 from hfgolf.golf.grid import Quantized
 
 MAGIC = b"golf"
-VERSION = 1
+VERSION = 2
 FREQUENCY_BITS = 14
 STATE_MINIMUM = 2**16  # states are in [2**16, 2**32); one 16-bit word brings a smaller one back
-KIND, ROW_BASE, CLASS_BASE, ROW_CODE, COLUMN_CODE, ROW_CLASS, COLUMN_CLASS, REST, FIRST_CLASS = range(9)
+KIND, ROW_BASE, CLASS_BASE, ROW_CODE, ROW_CLASS, COLUMN_CLASS, REST, FIRST_CLASS = range(8)
 """Contexts of the coder: each has a histogram of its own. FIRST_CLASS and on: those of the weights."""
 CLASS_STRIDE = 2
-IS_MATRIX, HAS_COLUMN_CODES, HAS_ROW_CLASSES, HAS_COLUMN_CLASSES = 1, 2, 4, 8
+IS_MATRIX, HAS_ROW_CLASSES, HAS_COLUMN_CLASSES = 1, 2, 4
 
 
 class Decoder:
@@ -151,17 +151,11 @@ def read_tensors(data: bytes, shapes: Sequence[tuple[int, ...]]) -> list[Quantiz
             rows, columns = shape
             row_base, class_base = (integers(context, 1) for context in (ROW_BASE, CLASS_BASE))
             row_codes = row_base + integers(ROW_CODE, rows)
-            column_codes = integers(COLUMN_CODE, columns, kind & HAS_COLUMN_CODES)
             row_classes = integers(ROW_CLASS, rows, kind & HAS_ROW_CLASSES)
             column_classes = integers(COLUMN_CLASS, columns, kind & HAS_COLUMN_CLASSES)
             contexts = FIRST_CLASS + class_map[class_base + CLASS_STRIDE * (row_classes[:, None] + column_classes)]
-            found.append(
-                Quantized(
-                    decoder.integers(contexts.ravel()).reshape(shape).astype(np.int32),
-                    row_codes.astype(np.uint8),
-                    column_codes.astype(np.int8) if kind & HAS_COLUMN_CODES else None,
-                )
-            )
+            values = decoder.integers(contexts.ravel()).reshape(shape).astype(np.int32)
+            found.append(Quantized(values, row_codes.astype(np.uint8)))
     except (IndexError, ValueError, zlib.error):
         raise wrong from None
     if not decoder.is_at_end():

@@ -68,7 +68,6 @@ class Settings:
     """
 
     golf: GolfSection
-    column_steps: bool = False
     code_files: Sequence[Path] = ()
     skip_before: bool = False
 
@@ -150,12 +149,8 @@ def _export(
     with timed("curvature"):
         curvature = curvature_of(source, golf.calibration_tokens)
     with timed("rounding and coding"):
-        options: dict[str, Any] = {
-            "method": golf.method,
-            "allocation": golf.allocation,
-            "column_steps": settings.column_steps,
-        }
-        batches = _unread(source, golf.calibration_tokens)
+        options: dict[str, Any] = {"method": golf.method, "allocation": golf.allocation}
+        batches = unread_batches(source, golf.calibration_tokens)
         quantized, encoded = fill(model, weights, curvature, encoder, batches, progress=say, **options, **budget)
     write_bytes(partial / ARTIFACT, encoded.data)
     with timed("score of the files"):
@@ -177,7 +172,7 @@ def _export(
     problems = _round_trip_problems(quantized.tensors, found, expected | plan.coverage(), after)
     problems += [problem] if (problem := budget_problem(ledger)) else []
     ledger |= {"weights_sha256": sha256, "before": before, "after": after}
-    ledger |= {"settings": golf.model_dump() | {"column_steps": settings.column_steps}}
+    ledger |= {"settings": golf.model_dump()}
     ledger |= {"D": quantized.scale, "sdclip_k": quantized.sdclip_k, "seconds": seconds, "problems": problems}
     data = table_data(table(weights, quantized.tensors, curvature, encoded.tensors)) | {"parts": encoded.parts}
     for name, content in ((LEDGER, ledger), (TABLE, data)):
@@ -197,8 +192,8 @@ def curvature_of(source: Source, num_tokens: int) -> dict[str, Curvature]:
     return calibrated_curvature(source.model, **_calibration(source, num_tokens))
 
 
-def _unread(source: Source, num_tokens: int) -> Iterable[Any]:
-    """Return the same text in small batches; none if the model may have read it: it would overfit to that."""
+def unread_batches(source: Source, num_tokens: int) -> Iterable[Any]:
+    """Return the text of curvature_of in small batches; none if the model may have read it, as it would overfit."""
     next_tokens = source.blocks_read * source.sequence_length + num_tokens
     if source.train_split != "training" or next_tokens > len(source.tokens.train):
         return ()

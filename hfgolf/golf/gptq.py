@@ -80,14 +80,13 @@ def error_feedback(hessian: NDArray[np.float64], damping: float = 0.01) -> Feedb
 def round_with_feedback(
     weight: NDArray[np.floating],
     row_codes: NDArray[np.uint8],
-    column_codes: NDArray[np.int8] | None,
     feedback: Feedback,
 ) -> Quantized:
     """Round a matrix (rows, columns) to its grid, in fp64: with feedback, then by coordinate descent."""
     if feedback.rows is None:
-        grid = _round_columns(weight, row_codes, column_codes, feedback)
+        grid = _round_columns(weight, row_codes, feedback)
     else:
-        grid = _round_both_ways(weight, row_codes, column_codes, feedback, feedback.rows)
+        grid = _round_both_ways(weight, row_codes, feedback, feedback.rows)
     _descend(grid, weight, feedback)
     return grid
 
@@ -95,22 +94,21 @@ def round_with_feedback(
 def _round_columns(
     weight: NDArray[np.floating],
     row_codes: NDArray[np.uint8],
-    column_codes: NDArray[np.int8] | None,
     feedback: Feedback,
 ) -> Quantized:
     """Round with feedback to later columns, in blocks of them."""
     order, upper = feedback.order, feedback.upper
     rows, columns = weight.shape
-    grid = Quantized(np.empty((rows, columns), dtype=np.int32), row_codes, column_codes)
-    steps = np.broadcast_to(grid.steps(), weight.shape).T[order].astype(np.float64)
+    grid = Quantized(np.empty((rows, columns), dtype=np.int32), row_codes)
+    steps = grid.steps().ravel().astype(np.float64)
     left = np.ascontiguousarray(weight.T[order], dtype=np.float64)  # (columns, rows): a column is contiguous
     for start in range(0, columns, _BLOCK):
         block = slice(start, min(start + _BLOCK, columns))
         errors = np.empty((block.stop - start, rows))
         for j in range(start, block.stop):
-            integers = np.clip(np.rint(left[j] / steps[j]), -MAX_INTEGER, MAX_INTEGER)
+            integers = np.clip(np.rint(left[j] / steps), -MAX_INTEGER, MAX_INTEGER)
             grid.integers[:, order[j]] = integers
-            errors[j - start] = (left[j] - integers * steps[j]) / upper[j, j]
+            errors[j - start] = (left[j] - integers * steps) / upper[j, j]
             left[j + 1 : block.stop] -= np.outer(upper[j, j + 1 : block.stop], errors[j - start])
         left[block.stop :] -= upper[block, block.stop :].T @ errors
     return grid
@@ -119,15 +117,14 @@ def _round_columns(
 def _round_both_ways(
     weight: NDArray[np.floating],
     row_codes: NDArray[np.uint8],
-    column_codes: NDArray[np.int8] | None,
     columns: Feedback,
     rows: Feedback,
 ) -> Quantized:
     """Round with feedback to later columns and rows, in blocks of both."""
     num_rows, num_columns = weight.shape
-    grid = Quantized(np.empty((num_rows, num_columns), dtype=np.int32), row_codes, column_codes)
+    grid = Quantized(np.empty((num_rows, num_columns), dtype=np.int32), row_codes)
     both = np.ix_(rows.order, columns.order)
-    steps = np.broadcast_to(grid.steps(), weight.shape)[both].astype(np.float64)
+    steps = grid.steps().ravel()[rows.order].astype(np.float64)
     left = weight[both].astype(np.float64)  # with the errors of earlier columns
     above = np.zeros_like(left)  # the errors of earlier rows
     integers = np.empty_like(left)
@@ -138,7 +135,7 @@ def _round_both_ways(
         for begin in range(0, num_columns, _BLOCK):
             across = slice(begin, min(begin + _BLOCK, num_columns))
             block, inside = (down, across), (to_columns[across, across], to_rows[down, down])
-            integers[block], errors[:, across], own = _round_block(left[block], above[block], steps[block], *inside)
+            integers[block], errors[:, across], own = _round_block(left[block], above[block], steps[down], *inside)
             left[down, across.stop :] -= own @ to_columns[across, across.stop :]
         above[down.stop :] -= to_rows[down, down.stop :].T @ errors
     grid.integers[both] = integers
@@ -152,34 +149,34 @@ def _round_block(
     to_columns: NDArray[np.float64],
     to_rows: NDArray[np.float64],
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return the integers, the errors that go to later rows, and those that go to later columns.
+    """Return the integers, the errors that go to later rows, and those that go to later columns. steps: (rows,).
 
     An entry waits for those before it in its row and in its column. So the entries on one antidiagonal are independent,
     and rounded at once: in memory, they are num_columns - 1 apart.
     """
     num_rows, num_columns = left.shape
-    left, above, steps = (np.array(each, order="C") for each in (left, above, steps))
+    left, above = (np.array(each, order="C") for each in (left, above))
     integers = np.empty_like(left)
-    in_memory = [each.ravel() for each in (left, above, steps, integers)]
+    in_memory = [each.ravel() for each in (left, above, integers)]
     for antidiagonal in range(num_rows + num_columns - 1):
         first, stop = max(0, antidiagonal - num_columns + 1), min(num_rows, antidiagonal + 1)
         entries = slice(first * (num_columns - 1) + antidiagonal, None, max(1, num_columns - 1))
-        own, of_rows, step, rounded = (each[entries][: stop - first] for each in in_memory)
-        np.rint((own + of_rows) / step, out=rounded)
+        own, of_rows, rounded = (each[entries][: stop - first] for each in in_memory)
+        np.rint((own + of_rows) / steps[first:stop], out=rounded)
         rounded.clip(-MAX_INTEGER, MAX_INTEGER, out=rounded)
-        own_error = own - rounded * step
+        own_error = own - rounded * steps[first:stop]
         across = slice(antidiagonal - stop + 1, antidiagonal - first + 1)
         left[first:stop, across.start :] -= own_error[:, None] * to_columns[across, across.start :][::-1]
         above[first:, across] -= (to_rows[first:stop, first:].T * (own_error + of_rows))[:, ::-1]
-    own_errors = left - integers * steps  # an entry gets nothing more after it was rounded
+    own_errors = left - integers * steps[:, None]  # an entry gets nothing more after it was rounded
     return integers, own_errors + above, own_errors
 
 
 def _descend(grid: Quantized, weight: NDArray[np.floating], feedback: Feedback) -> None:
     """Lower the loss (see the module) by changes of single integers, in place, in up to _SWEEPS over the columns."""
-    steps = np.broadcast_to(grid.steps(), weight.shape)
+    steps = grid.steps().ravel().astype(np.float64)
     for _ in range(_SWEEPS):
-        errors = np.multiply(grid.integers, steps, dtype=np.float64)
+        errors = grid.integers * steps[:, None]
         errors -= weight
         slopes, loss = _slopes(errors, feedback)
         del errors  # of the size of slopes
@@ -199,15 +196,15 @@ def _slopes(errors: NDArray[np.float64], feedback: Feedback) -> tuple[NDArray[np
 
 def _sweep(
     integers: NDArray[np.int32],
-    steps: NDArray[np.float32],
+    steps: NDArray[np.float64],
     slopes: NDArray[np.float64],
     feedback: Feedback,
     least_gain: float,
 ) -> bool:
     """Change integers (rows, columns), column after column, in place. Return whether any has changed.
 
-    slopes: (columns, rows), from _slopes; those of a block's columns learn of changes in the block when their turn
-    comes, those of later columns by one product, in place.
+    steps: (rows,). slopes: (columns, rows), from _slopes; those of a block's columns learn of changes in the block when
+    their turn comes, those of later columns by one product, in place.
     """
     hessian, rows, diagonal = feedback.hessian, feedback.rows, feedback.diagonal()
     any_changed = False
@@ -216,16 +213,15 @@ def _sweep(
         moves = np.zeros((stop - start, slopes.shape[1]))  # of the block's weights, times A
         for j in range(start, stop):
             slope = slopes[j] + hessian[j, start:j] @ moves[: j - start]
-            step = steps[:, j].astype(np.float64)
             if rows is None:
-                changes = _best_changes(slope, step, integers[:, j], diagonal[j])
+                changes = _best_changes(slope, steps, integers[:, j], diagonal[j])
             else:
-                changes = _changes_in_turn(slope, step, integers[:, j], diagonal[j], rows, least_gain)
+                changes = _changes_in_turn(slope, steps, integers[:, j], diagonal[j], rows, least_gain)
             changed = np.flatnonzero(changes)
             if len(changed):
                 any_changed = True
                 integers[changed, j] += changes[changed].astype(np.int32)
-                moved = changes * step
+                moved = changes * steps
                 moves[j - start] = moved if rows is None else _sparse_times(rows, moved, changed)
         slopes[stop:] += hessian[stop:, start:stop] @ moves
     return any_changed

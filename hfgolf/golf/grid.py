@@ -1,8 +1,8 @@
 """Grids: integers times steps, and how many bits the integers take.
 
-A weight is an integer times a step. A step is stored as a code: its base-2 logarithm in eighths of an octave. A matrix
-has one code per row and, if wanted, one per column; a weight's code is their sum. The grid is symmetric, has zero on
-it, no floor under the step and a wide alphabet: with an entropy coder, values that hardly occur cost nothing.
+A weight is an integer times the step of its row. A step is stored as a code: its base-2 logarithm in eighths of an
+octave. The grid is symmetric, has zero on it, no floor under the step and a wide alphabet: with an entropy coder,
+values that hardly occur cost nothing.
 
 Numpy only, so that a decoder can ship without torch. Knows nothing about models, or about which steps are good.
 """
@@ -45,31 +45,25 @@ def row_codes_of(steps: NDArray[np.floating]) -> NDArray[np.uint8]:
 class Quantized:
     """A matrix on its grid.
 
-    integers: (rows, columns) int32, at most MAX_INTEGER in size. row_codes: (rows,) uint8. column_codes: (columns,)
-    int8, or None for zeros.
+    integers: (rows, columns) int32, at most MAX_INTEGER in size. row_codes: (rows,) uint8.
     """
 
     integers: NDArray[np.int32]
     row_codes: NDArray[np.uint8]
-    column_codes: NDArray[np.int8] | None = None
 
     def steps(self) -> NDArray[np.float32]:
-        """Return the step of each weight: (rows, columns), or (rows, 1) if columns have no codes."""
-        codes = self.row_codes.astype(np.int32)[:, None]
-        return steps_of(codes if self.column_codes is None else codes + self.column_codes.astype(np.int32))
+        """Return the step of each row, (rows, 1)."""
+        return steps_of(self.row_codes)[:, None]
 
     def dequantized(self) -> NDArray[np.float32]:
         """Return the weights (rows, columns) in fp32: one multiplication each, so bit-equal on any machine."""
         return self.integers.astype(np.float32) * self.steps()  # integers below 2**24 are exact in fp32
 
 
-def round_nearest(
-    weight: NDArray[np.floating], row_codes: NDArray[np.uint8], column_codes: NDArray[np.int8] | None = None
-) -> Quantized:
+def round_nearest(weight: NDArray[np.floating], row_codes: NDArray[np.uint8]) -> Quantized:
     """Round each weight (rows, columns) to the nearest point of its grid."""
-    grid = Quantized(np.empty((0, 0), dtype=np.int32), row_codes, column_codes)
-    integers = np.rint(weight / grid.steps().astype(np.float64))
-    return Quantized(np.clip(integers, -MAX_INTEGER, MAX_INTEGER).astype(np.int32), row_codes, column_codes)
+    integers = np.rint(weight / steps_of(row_codes)[:, None].astype(np.float64))
+    return Quantized(np.clip(integers, -MAX_INTEGER, MAX_INTEGER).astype(np.int32), row_codes)
 
 
 def grid_of(weight: NDArray[np.float32]) -> Quantized | None:

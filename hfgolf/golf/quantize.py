@@ -64,12 +64,10 @@ def stored(layer: nn.Module | None, weight: Tensor) -> NDArray[np.float32]:
 class UnitSteps:
     """The steps of one matrix at D = 1, and what is needed of its weights to predict their size.
 
-    row_steps, row_rms, row_max: (rows,) the step, the RMS and the largest absolute value of each row, the latter two
-    after dividing each column by its step. column_codes: (columns,) int8, or None.
+    row_steps, row_rms, row_max: (rows,) the step, the RMS and the largest absolute value of each row.
     """
 
     row_steps: NDArray[np.float64]
-    column_codes: NDArray[np.int8] | None
     row_rms: NDArray[np.float64]
     row_max: NDArray[np.float64]
     columns: int
@@ -101,16 +99,14 @@ def allocate(
     allocation: str,
     curvature: Mapping[str, Curvature],
     feedback: Mapping[str, Feedback] | None,
-    column_steps: bool = False,
 ) -> Allocation:
     """Return the steps of each matrix at D = 1.
 
-    curvature: step[r, j] = U[j, j] / sqrt(row_weights[r]), with the curvature of the loss and the factor U that GPTQ
-        passes errors on with. Rounding costs the loss about 1/24 of the sum of row_weights[r] * step[r, j]**2 /
-        U[j, j]**2 per token, and each octave of a step takes one bit. So at the optimum every weight costs the loss the
-        same. Without column_steps, U[j, j]**-2 is its mean over the columns. For nearest rounding (no feedback),
-        hessian[j, j] replaces U[j, j]**-2. Where errors are passed on to rows, their U[r, r]**-2 replaces
-        row_weights[r].
+    curvature: step[r] = 1 / sqrt(row_weights[r] * mean of U[j, j]**-2), with the curvature of the loss and the factor U
+        that GPTQ passes errors on with. Rounding costs the loss about 1/24 of the sum of row_weights[r] * step[r]**2 /
+        U[j, j]**2 per token, and each octave of a step takes one bit. So at the optimum every row costs the loss the
+        same. For nearest rounding (no feedback), hessian[j, j] replaces U[j, j]**-2. Where errors are passed on to
+        rows, their U[r, r]**-2 replaces row_weights[r].
     sdclip: step[r] = RMS of row r, the same bits for every row (k standard deviations over the 31 levels of 6 bits are
         D = k / 31).
     uniform: step = 1 for all weights.
@@ -118,23 +114,15 @@ def allocate(
     result: Allocation = {}
     rows_before = 0
     for name, weight in weights.items():
-        scaled = np.abs(weight.astype(np.float64))
-        column_codes = None
+        sizes = np.abs(weight.astype(np.float64))
         if allocation == "curvature":
             column_weights, row_weights = np.diag(curvature[name].hessian), curvature[name].row_weights
             if feedback:
                 column_weights = feedback[name].weights()
                 row_weights = row_weights if (rows := feedback[name].rows) is None else rows.weights()
-            mean = float(column_weights.mean())
-            if column_steps:
-                floored = np.maximum(column_weights, 1e-12 * max(column_weights.max(), 1e-300))
-                codes = -0.5 * CODES_PER_OCTAVE * np.log2(floored / _log_mean(floored))
-                column_codes = np.clip(np.rint(codes), -64, 64).astype(np.int8)
-                scaled /= 2.0 ** (column_codes / CODES_PER_OCTAVE)
-                mean = _log_mean(column_weights)
             with np.errstate(divide="ignore"):  # no gradient at all: the coarsest step
-                row_steps = 1 / np.sqrt(row_weights * mean)
-        row_rms = np.maximum(np.sqrt(np.square(scaled).mean(axis=1)), np.finfo(np.float32).tiny)
+                row_steps = 1 / np.sqrt(row_weights * float(column_weights.mean()))
+        row_rms = np.maximum(np.sqrt(np.square(sizes).mean(axis=1)), np.finfo(np.float32).tiny)
         if allocation == "sdclip":
             row_steps = row_rms
         elif allocation == "uniform":
@@ -146,13 +134,9 @@ def allocate(
         spread = (rows_before + np.arange(len(weight))) * _GOLDEN % 1 - 0.5
         spread[np.unique(row_steps, return_index=True)[1]] = 0
         row_steps = row_steps * 2.0 ** (spread / CODES_PER_OCTAVE)
-        result[name] = UnitSteps(row_steps, column_codes, row_rms, scaled.max(axis=1), weight.shape[1])
+        result[name] = UnitSteps(row_steps, row_rms, sizes.max(axis=1), weight.shape[1])
         rows_before += len(weight)
     return result
-
-
-def _log_mean(values: NDArray[np.float64]) -> float:
-    return float(np.exp(np.log(np.maximum(values, 1e-300)).mean()))
 
 
 def predicted_bytes(allocation: Allocation, scale: float) -> float:
@@ -201,7 +185,6 @@ def plan_steps(
     available_bytes: float,
     method: str,
     allocation: str,
-    column_steps: bool = False,
 ) -> tuple[Allocation, dict[str, Feedback] | None]:
     """Return the steps at D = 1 and how errors are passed on; None: rounding to nearest.
 
@@ -209,14 +192,14 @@ def plan_steps(
     Hessians are of exact ones. Their noise is about the share of the weights that rounding takes, so it is added to
     _DAMPING. At 3 bits per weight it is small; at 1 bit, errors would otherwise go where nothing cancels them.
     """
-    nearest = allocate(weights, allocation, curvature, None, column_steps)
+    nearest = allocate(weights, allocation, curvature, None)
     if method == "nearest":
         return nearest, None
     if method != "gptq":
         raise ValueError(f"method is {method!r}; it must be gptq or nearest")
     noise = lost_share(nearest, scale_for_bytes(nearest, available_bytes))
     feedback = {name: _feedback(curvature[name], _DAMPING + noise) for name in weights}
-    return allocate(weights, allocation, curvature, feedback, column_steps), feedback
+    return allocate(weights, allocation, curvature, feedback), feedback
 
 
 def _feedback(curvature: Curvature, damping: float) -> Feedback:
@@ -236,7 +219,7 @@ def rounded(
 
     result = {}
     for name, weight in weights.items():  # with a thread for each of several, they wait for Python's lock
-        grid = weight, plan[name].row_codes(scale), plan[name].column_codes
+        grid = weight, plan[name].row_codes(scale)
         result[name] = round_nearest(*grid) if feedback is None else round_with_feedback(*grid, feedback[name])
     return result
 
@@ -286,7 +269,6 @@ def quantize_model(
     size_of: Callable[[dict[str, Quantized]], int],
     method: str = "gptq",
     allocation: str = "curvature",
-    column_steps: bool = False,
     progress: Callable[[str], None] = lambda line: None,
 ) -> QuantizedModel:
     """Round matrices so that they take 99.5 to 100 % of a budget.
@@ -308,7 +290,7 @@ def quantize_model(
     kept = _kept(weights, curvature, budget_bytes, overhead_bytes, size_of)
     if kept is not None:
         return kept
-    plan, feedback = plan_steps(weights, curvature, budget_bytes - overhead_bytes, method, allocation, column_steps)
+    plan, feedback = plan_steps(weights, curvature, budget_bytes - overhead_bytes, method, allocation)
     finest, coarsest = scale_range(plan)
     codings: list[tuple[float, int]] = []
     best: QuantizedModel | None = None

@@ -77,7 +77,7 @@ def findings(rows: Sequence[Row]) -> list[str]:
         if row["kurtosis"] > HIGH_KURTOSIS:
             result.append(
                 f"{row['name']} has outliers (kurtosis {row['kurtosis']:.0f}, a Gaussian has 3): they take bits and"
-                " levels. More weight decay, or `--column_steps` if they share a column, makes it smaller."
+                " levels. More weight decay makes it smaller."
             )
         if row["entropy_bits"] > usual + EXTRA_BITS:
             result.append(
@@ -116,7 +116,7 @@ def _row(
     exact = weight.astype(np.float64)
     error = one.dequantized() - exact
     rms = np.sqrt(np.square(exact).mean(axis=1, keepdims=True))
-    steps = (np.broadcast_to(one.steps(), exact.shape) / np.maximum(rms, 1e-30))[rms[:, 0] > 0]
+    steps = one.steps()[rms > 0] / rms[rms > 0]
     loss = curvature.loss_increase(error)
     return {
         "name": name,

@@ -15,13 +15,12 @@ from hfgolf.system.errors import UserError
 CONFIG = {"vocab_size": 61, "hidden_size": 24, "qk_norm": False}
 
 
-def matrix(random, rows, columns, scale=2.4, has_column_codes=False, spread=0.0):
+def matrix(random, rows, columns, scale=2.4, spread=0.0):
     """Return Gaussian integers. spread: octaves (standard deviation) by which rows and columns differ in scale."""
     scales = scale * 2.0 ** (spread * (random.normal(size=(rows, 1)) + random.normal(size=columns)))
     integers = np.rint(random.normal(size=(rows, columns)) * scales).astype(np.int32)
     row_codes = random.integers(100, 140, rows).astype(np.uint8)
-    column_codes = random.integers(-12, 12, columns).astype(np.int8) if has_column_codes else None
-    return Quantized(integers, row_codes, column_codes)
+    return Quantized(integers, row_codes)
 
 
 def model(seed=0):
@@ -29,7 +28,7 @@ def model(seed=0):
     return {
         "embed.weight": matrix(random, 61, 24),
         "norm.weight": random.normal(1, 0.1, 24).astype(np.float32),
-        "up.weight": matrix(random, 96, 24, has_column_codes=True),
+        "up.weight": matrix(random, 96, 24),
         "down.weight": matrix(random, 24, 96, spread=1.0),
         "gain": np.array(-0.7, np.float32),
         "zero.weight": Quantized(np.zeros((3, 5), np.int32), np.full(3, 255, np.uint8)),
@@ -46,7 +45,6 @@ def assert_equal(found, tensors):
         if isinstance(tensor, Quantized):
             np.testing.assert_array_equal(found[name].integers, tensor.integers)
             np.testing.assert_array_equal(found[name].row_codes, tensor.row_codes)
-            assert (found[name].column_codes is None) == (tensor.column_codes is None)
             np.testing.assert_array_equal(found[name].dequantized(), tensor.dequantized())
         else:
             assert found[name].dtype == np.float32
@@ -72,7 +70,7 @@ def test_random_models_survive_a_round_trip(seed):
             tensors[f"rest{number}"] = random.normal(0, 10.0 ** random.integers(-9, 4), rows).astype(np.float32)
         else:
             spread, scale = random.uniform(0, 4), 10.0 ** random.uniform(-2, 2.5)
-            tensors[f"matrix{number}"] = matrix(random, rows, columns, scale, random.random() < 0.5, spread)
+            tensors[f"matrix{number}"] = matrix(random, rows, columns, scale, spread)
     encoded = artifact.encode(b"{}", tensors)
     found = decode(encoded.data, shapes_of(tensors))[1]
     for name, tensor in tensors.items():
@@ -144,9 +142,9 @@ def test_weights_of_another_model_are_rejected(name):
 
 
 def test_later_format_version_is_rejected(monkeypatch):
-    monkeypatch.setattr(artifact, "VERSION", 2)
+    monkeypatch.setattr(artifact, "VERSION", 3)
     data = artifact.encode(b"{}", {}).data
-    with pytest.raises(ValueError, match="has version 2; this program reads version 1"):
+    with pytest.raises(ValueError, match="has version 3; this program reads version 2"):
         decode(data, {})
 
 

@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 
 from hfgolf import train
 from hfgolf.config.parse import load_config
-from hfgolf.golf.decoder import read_sections
+from hfgolf.golf.decoder import MAGIC, VERSION, read_sections
 from hfgolf.golf.export import Settings, export
 from hfgolf.golf.ledger import rescore
 from hfgolf.golf.merges import unpack_tokenizer
@@ -228,7 +228,7 @@ def forge_artifact(section, content):
     def forge_(folder):
         sections = read_sections((folder / "artifact.bin").read_bytes())
         sections[section] = content
-        data = b"golf" + (1).to_bytes(2, "little")
+        data = MAGIC + VERSION.to_bytes(2, "little")
         data += b"".join(len(one).to_bytes(4, "little") + one for one in sections)
         forge(folder, "artifact.bin", data + zlib.crc32(data).to_bytes(4, "little"))
 
@@ -449,7 +449,7 @@ def test_a_folder_that_agrees_with_itself_is_refused_beside_the_raw_text(
 def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path, hfgolf):
     output = tmp_path / "small"
     options = ["--output", output, "--budget_bytes", "60000", "--count", "everything", "--method", "nearest"]
-    options += ["--evaluation", "sliding", "--stride", "16", "--adapt_rate", "1e-3", "--column_steps", "--skip_before"]
+    options += ["--evaluation", "sliding", "--stride", "16", "--adapt_rate", "1e-3", "--skip_before"]
     ended = hfgolf("golf export", "--run", trained, *options)
     assert ended.status == 0, ended.err
     windows = "sliding, stride 16, adapting at a rate of 0.001"
@@ -458,7 +458,6 @@ def test_command_line_overrides_the_export_settings_of_the_run(trained, tmp_path
     assert re.search(r"coding 1: D .*bytes", ended.err), "progress"
     ledger = json.loads((output / "ledger.json").read_text())
     assert ledger["totals"]["everything"] <= 60_000 < 60_000 + MAX_BYTES
-    assert ledger["settings"]["column_steps"] is True
     assert ledger["before"] is None and "score before" not in ended.err and "before" not in ended.out
     assert "before rounding" not in (output / "model" / "README.md").read_text()
     assert ledger["settings"]["method"] == "nearest" and ledger["settings"]["calibration_tokens"] == 512

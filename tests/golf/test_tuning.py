@@ -11,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from hfgolf.golf import tuning
 from hfgolf.golf.curvature import grid_layers, measure_curvature, total_loss
-from hfgolf.golf.export import _unread
+from hfgolf.golf.export import unread_batches
 from hfgolf.golf.grid import round_nearest, row_codes_of
 from hfgolf.golf.packing import StateCoding, fill
 from hfgolf.golf.quantize import stored
@@ -132,8 +132,8 @@ def test_only_text_that_the_run_has_not_read_is_trained_on(shared_run):
     source = run_source(shared_run())
     length, tokens = source.sequence_length, len(source.tokens.train)
     assert source.train_split == "training" and 0 < source.blocks_read * length < tokens - 64
-    text = list(_unread(source, 64))
+    text = list(unread_batches(source, 64))
     assert sum(batch["input_ids"].numel() for batch in text) == 64 // length * length
-    assert list(_unread(source, tokens)) == []
-    assert list(_unread(replace(source, blocks_read=tokens // length), 64)) == []
-    assert list(_unread(replace(source, train_split=None), 64)) == []
+    assert list(unread_batches(source, tokens)) == []
+    assert list(unread_batches(replace(source, blocks_read=tokens // length), 64)) == []
+    assert list(unread_batches(replace(source, train_split=None), 64)) == []
