@@ -82,8 +82,7 @@ def main() -> Answer:
         golf = found.golf.replace(**stated)
         if golf.budget_bytes is None:
             raise UserError("--budget_bytes is missing, and the run's config has no golf.budget_bytes; state one.")
-        given = ("code_files", "skip_before")
-        settings = Settings(golf, **{name: getattr(arguments, name) for name in given})
+        settings = Settings(golf, arguments.code_files, arguments.skip_before)
         exported = export(found, settings, output, lambda line: print(line, file=sys.stderr, flush=True))
     data = {name: getattr(exported, name) for name in ("ledger", "table", "problems")}
     data |= {"folder": str(output), "certificate": exported.certificate.line}

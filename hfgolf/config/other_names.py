@@ -97,7 +97,7 @@ GONE: dict[str, tuple[Any, str]] = {
     "optim.momentum_end": (None, "leave it out: momentum stays at optim.momentum"),
     "optim.split_qkv": (True, "leave it out: Muon takes queries, keys and values apart"),
     "data.prefetch_factor": (None, "leave it out: each worker prefetches two batches"),
-    "golf.column_steps": (False, "leave it out: steps are of rows"),
+    "golf.column_steps": (False, "leave it out: only rows have steps"),
     "golf.damping": (0.01, "leave it out: it is 0.01"),
     "schedule.warmdown_shape": ("linear", "leave it out: the warmdown is linear"),
     "track.run_name": (None, "set run.name, which trackers take"),

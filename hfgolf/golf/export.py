@@ -171,8 +171,7 @@ def _export(
     expected = {"tokens": plan.num_scored, "bytes": certificate.facts["scored_bytes"], "sha256": sha256}
     problems = _round_trip_problems(quantized.tensors, found, expected | plan.coverage(), after)
     problems += [problem] if (problem := budget_problem(ledger)) else []
-    ledger |= {"weights_sha256": sha256, "before": before, "after": after}
-    ledger |= {"settings": golf.model_dump()}
+    ledger |= {"weights_sha256": sha256, "before": before, "after": after, "settings": golf.model_dump()}
     ledger |= {"D": quantized.scale, "sdclip_k": quantized.sdclip_k, "seconds": seconds, "problems": problems}
     data = table_data(table(weights, quantized.tensors, curvature, encoded.tensors)) | {"parts": encoded.parts}
     for name, content in ((LEDGER, ledger), (TABLE, data)):

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from hfgolf.golf.grid import MAX_INTEGER, Quantized
+from hfgolf.golf.grid import MAX_INTEGER, Quantized, steps_of
 
 _BLOCK = 128  # columns whose errors are passed on inside the block first, and to all later columns by one product
 _ROWS = 64  # the same of rows
@@ -77,11 +77,7 @@ def error_feedback(hessian: NDArray[np.float64], damping: float = 0.01) -> Feedb
     return Feedback(order, np.triu(np.linalg.inv(inverse_upper)), hessian, added)
 
 
-def round_with_feedback(
-    weight: NDArray[np.floating],
-    row_codes: NDArray[np.uint8],
-    feedback: Feedback,
-) -> Quantized:
+def round_with_feedback(weight: NDArray[np.floating], row_codes: NDArray[np.uint8], feedback: Feedback) -> Quantized:
     """Round a matrix (rows, columns) to its grid, in fp64: with feedback, then by coordinate descent."""
     if feedback.rows is None:
         grid = _round_columns(weight, row_codes, feedback)
@@ -91,16 +87,12 @@ def round_with_feedback(
     return grid
 
 
-def _round_columns(
-    weight: NDArray[np.floating],
-    row_codes: NDArray[np.uint8],
-    feedback: Feedback,
-) -> Quantized:
+def _round_columns(weight: NDArray[np.floating], row_codes: NDArray[np.uint8], feedback: Feedback) -> Quantized:
     """Round with feedback to later columns, in blocks of them."""
     order, upper = feedback.order, feedback.upper
     rows, columns = weight.shape
     grid = Quantized(np.empty((rows, columns), dtype=np.int32), row_codes)
-    steps = grid.steps().ravel().astype(np.float64)
+    steps = steps_of(row_codes).astype(np.float64)
     left = np.ascontiguousarray(weight.T[order], dtype=np.float64)  # (columns, rows): a column is contiguous
     for start in range(0, columns, _BLOCK):
         block = slice(start, min(start + _BLOCK, columns))
@@ -115,16 +107,13 @@ def _round_columns(
 
 
 def _round_both_ways(
-    weight: NDArray[np.floating],
-    row_codes: NDArray[np.uint8],
-    columns: Feedback,
-    rows: Feedback,
+    weight: NDArray[np.floating], row_codes: NDArray[np.uint8], columns: Feedback, rows: Feedback
 ) -> Quantized:
     """Round with feedback to later columns and rows, in blocks of both."""
     num_rows, num_columns = weight.shape
     grid = Quantized(np.empty((num_rows, num_columns), dtype=np.int32), row_codes)
     both = np.ix_(rows.order, columns.order)
-    steps = grid.steps().ravel()[rows.order].astype(np.float64)
+    steps = steps_of(row_codes[rows.order]).astype(np.float64)
     left = weight[both].astype(np.float64)  # with the errors of earlier columns
     above = np.zeros_like(left)  # the errors of earlier rows
     integers = np.empty_like(left)
@@ -174,7 +163,7 @@ def _round_block(
 
 def _descend(grid: Quantized, weight: NDArray[np.floating], feedback: Feedback) -> None:
     """Lower the loss (see the module) by changes of single integers, in place, in up to _SWEEPS over the columns."""
-    steps = grid.steps().ravel().astype(np.float64)
+    steps = steps_of(grid.row_codes).astype(np.float64)
     for _ in range(_SWEEPS):
         errors = grid.integers * steps[:, None]
         errors -= weight

@@ -48,8 +48,7 @@ def test_curvature_steps_give_every_row_the_same_loss(two_matrices, has_feedback
     costs = []
     for name, unit in plan.items():
         columns = feedback[name].weights() if feedback else np.diag(curvature[name].hessian)
-        steps = unit.row_steps[:, None] * np.ones(len(columns))
-        costs.append(curvature[name].row_weights[:, None] * columns * steps**2)
+        costs.append(curvature[name].row_weights[:, None] * columns * unit.row_steps[:, None] ** 2)
     np.testing.assert_allclose(np.concatenate([one.mean(axis=1) for one in costs]), 1, rtol=1e-6)
 
 
