@@ -17,15 +17,16 @@ import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from golf_export import Scorer, Weights
 
 from hfgolf.golf import gptq
 from hfgolf.golf.artifact import model_encoder
-from hfgolf.golf.export import curvature_of, unread_batches
+from hfgolf.golf.export import curvature_of, tuning_batches
+from hfgolf.golf.packing import fill
 from hfgolf.golf.quantize import QuantizedModel, matrices, quantize_model
 from hfgolf.golf.source import run_source
-from hfgolf.golf.tuning import tune_vectors
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.train.console import quiet_libraries
 
@@ -49,10 +50,9 @@ def main() -> None:
     for budget in arguments.budgets:
         for arm in arguments.arms:
             begun_at = time.perf_counter()
-            found = subject.rounded(arm, budget)
+            found, vectors = subject.rounded(arm, budget)
             seconds = time.perf_counter() - begun_at
             rounded = {name: one.dequantized() for name, one in found.tensors.items()}
-            vectors = subject.tuned_vectors(rounded) if arm == "tuned" else {}
             row = {
                 "run": arguments.run.name,
                 "weights": sum(weight.size for weight in weights.values()),
@@ -81,7 +81,7 @@ class Subject:
     def __init__(self, run: Path, calibration_tokens: int = 32_768) -> None:
         self._source = source = run_source(run)
         assert isinstance(source.model, GolfForCausalLM)
-        self._unread = list(unread_batches(source, calibration_tokens))
+        self._batches = list(tuning_batches(source, calibration_tokens))
         self.weights, self._encode = matrices(source.model), model_encoder(source.model)
         self.curvature = curvature_of(source, calibration_tokens)
         self._scorer = Scorer(source, len(source.tokens.val))
@@ -95,27 +95,26 @@ class Subject:
         """Return what these weights add to the loss of the float weights, in nats per token."""
         return self._nats(changed) - self.exact_nats
 
-    def tuned_vectors(self, rounded: Weights) -> Weights:
-        """Return the vectors of the run, trained with rounded matrices as an export does it."""
-        model = self._source.model
-        own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        tune_vectors(model, rounded, self._unread)
-        vectors = {name: one.detach().numpy().copy() for name, one in model.named_parameters() if one.ndim < 2}
-        model.load_state_dict(own)
-        return vectors
-
-    def rounded(self, arm: str, budget_bytes: int) -> QuantizedModel:
-        """Return the weights, rounded in the way of an arm so that the artifact alone takes these bytes."""
+    def rounded(self, arm: str, budget_bytes: int) -> tuple[QuantizedModel, Weights]:
+        """Return the weights, rounded in the way of an arm so that the artifact takes these bytes, and vectors."""
         gptq._SWEEPS = SWEEPS if arm in ("descent", "tuned") else 0
         has_rows = arm in ("feedback", "descent", "tuned")
-        return quantize_model(
-            self.weights,
-            {name: one if has_rows else replace(one, output_hessian=None) for name, one in self.curvature.items()},
-            budget_bytes=budget_bytes,
-            overhead_bytes=0,
-            size_of=lambda on_grids: len(self._encode(on_grids).data),
-            method="nearest" if arm == "nearest" else "gptq",
-        )
+        curvature = {
+            name: one if has_rows else replace(one, output_hessian=None) for name, one in self.curvature.items()
+        }
+        budget: dict[str, Any] = {"budget_bytes": budget_bytes, "overhead_bytes": 0}
+        if arm != "tuned":
+            method = "nearest" if arm == "nearest" else "gptq"
+            size_of = lambda on_grids: len(self._encode(on_grids).data)  # noqa: E731
+            return quantize_model(self.weights, curvature, size_of=size_of, method=method, **budget), {}
+        model = self._source.model
+        assert isinstance(model, GolfForCausalLM)
+        own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        encoder = lambda: model_encoder(model)  # noqa: E731
+        found, _ = fill(model, self.weights, curvature, encoder, self._batches, progress=print, **budget)
+        vectors = {name: one.detach().numpy().copy() for name, one in model.named_parameters() if one.ndim < 2}
+        model.load_state_dict(own)
+        return found, vectors
 
 
 if __name__ == "__main__":

@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-_TOKENS_PER_STEP = 512  # of the tuning of vectors
+_TOKENS_PER_STEP = 512  # of the tuning after rounding
 
 
 @dataclass(frozen=True)
@@ -150,7 +150,7 @@ def _export(
         curvature = curvature_of(source, golf.calibration_tokens)
     with timed("rounding and coding"):
         options: dict[str, Any] = {"method": golf.method, "allocation": golf.allocation}
-        batches = unread_batches(source, golf.calibration_tokens)
+        batches = tuning_batches(source, golf.calibration_tokens)
         quantized, encoded = fill(model, weights, curvature, encoder, batches, progress=say, **options, **budget)
     write_bytes(partial / ARTIFACT, encoded.data)
     with timed("score of the files"):
@@ -191,13 +191,10 @@ def curvature_of(source: Source, num_tokens: int) -> dict[str, Curvature]:
     return calibrated_curvature(source.model, **_calibration(source, num_tokens))
 
 
-def unread_batches(source: Source, num_tokens: int) -> Iterable[Any]:
-    """Return the text of curvature_of in small batches; none if the model may have read it, as it would overfit."""
-    next_tokens = source.blocks_read * source.sequence_length + num_tokens
-    if source.train_split != "training" or next_tokens > len(source.tokens.train):
-        return ()
+def tuning_batches(source: Source, num_tokens: int) -> Iterable[Any]:
+    """Return the text of curvature_of, and as much after it, in small batches."""
     rows = max(1, _TOKENS_PER_STEP // source.sequence_length)
-    return calibration_batches(**_calibration(source, num_tokens), batch_size=rows)
+    return calibration_batches(**_calibration(source, 2 * num_tokens), batch_size=rows)
 
 
 def _calibration(source: Source, num_tokens: int) -> dict[str, Any]:

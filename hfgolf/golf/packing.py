@@ -25,9 +25,17 @@ from hfgolf.golf.artifact import Encoded, encode
 from hfgolf.golf.curvature import Curvature, grid_layers, measure_curvature, place, total_loss
 from hfgolf.golf.grid import Quantized
 from hfgolf.golf.ledger import ARTIFACT, UNPACK, run_alone
-from hfgolf.golf.quantize import QuantizedModel, fitting, quantize_model, require_room, stored
+from hfgolf.golf.quantize import (
+    QuantizedModel,
+    fitting,
+    num_changes,
+    on_own_grid,
+    quantize_model,
+    require_room,
+    stored,
+)
 from hfgolf.golf.script import packed_unpack
-from hfgolf.golf.tuning import tune_vectors
+from hfgolf.golf.tuning import tune
 from hfgolf.golf.unpack import EXACT, STORED, TRANSPOSED, state_sha256, unpack
 from hfgolf.system.durable import write_bytes
 from hfgolf.system.errors import UserError, writing
@@ -70,7 +78,7 @@ def pack(
     held_out: Iterable[Any] = (),
     progress: Callable[[str], None] = lambda line: None,
 ) -> Packed:
-    """Write a model to a folder as artifact.bin and unpack.py, which together take 99.5 to 100 % of budget_bytes.
+    """Write a model to a folder as artifact.bin and unpack.py, which together take some 99 to 100 % of budget_bytes.
 
     Anywhere, `unpack("artifact.bin")` of unpack.py returns the state dict: the same names, dtypes, tied weights and
     buffers as here, and the weights that were evaluated here, to the bit. torch.compile(model) puts `_orig_mod.` into
@@ -79,11 +87,13 @@ def pack(
     Args:
         model: any module whose weights are mostly nn.Linear, nn.Embedding or transformers' Conv1D. Their matrices are
             rounded. Buffers are stored exactly, other parameters with 8 significant bits in the range of fp16.
-        batches: some 32,768 tokens of the kind of text that the model was trained on. Each batch is what the model
+        batches: some 32,768 tokens of the kind of text that the model was trained on, in 64 batches or so: after
+            rounding, the model is tuned by one step per batch, and fewer than 20 hardly tune it. Each batch is what the model
             takes: a mapping of keyword arguments, a tuple of positional ones, or input ids (B, T). The loss is the
             model's own (`.loss`, or the scalar of a tuple) if it returns one, as for batches with labels. Else it is
             the cross-entropy of the next token by the logits (B, T, V), where attention_mask is not 0.
-        held_out: batches to evaluate the model on, before and after. Without them, that is done on `batches`.
+        held_out: batches to evaluate the model on, before and after. Without them, that is done on `batches`, on which
+            it was tuned.
         progress: called with one line per step.
 
     Raises UserError if the budget is too small (from the shapes alone, if zeros would not fit), a weight is not finite,
@@ -111,8 +121,8 @@ def pack(
         raise UserError("model: no linear layer or embedding of it ran on the batches, so there is nothing to round.")
     own = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     try:
-        encoder, unread = lambda: StateCoding(model).encode, ()  # the model may have read the batches
-        quantized, encoded = fill(model, coding.weights, curvature, encoder, unread, progress=progress, **budget)
+        encoder = lambda: StateCoding(model).encode  # noqa: E731
+        quantized, encoded = fill(model, coding.weights, curvature, encoder, calibration, progress=progress, **budget)
         with writing("folder", folder):
             folder.mkdir(parents=True, exist_ok=True)
             write_bytes(folder / UNPACK, program)
@@ -203,7 +213,7 @@ def fill(
     weights: Mapping[str, NDArray[np.float32]],
     curvature: Mapping[str, Curvature],
     encoder: Callable[[], Callable[[Mapping[str, Quantized]], Encoded]],
-    unread: Iterable[Any],
+    batches: Iterable[Any],
     *,
     budget_bytes: int,
     overhead_bytes: int,
@@ -212,10 +222,9 @@ def fill(
 ) -> tuple[QuantizedModel, Encoded]:
     """Return the matrices that have a curvature, rounded so that they fill a budget, and the artifact.
 
-    Then the model has them, and its vectors are tuned to them on text that it has not read (see tune_vectors), unless
-    the matrices were on a grid already: then they were trained with it. encoder: returns what encodes the model as it
-    is now, given matrices on their grids. options: of quantize_model. Raises UserError as quantize_model does, and for
-    a curvature that is not finite.
+    Unless they were trained on a grid, they are tuned on batches, and so are the vectors of the model (see tune), which
+    leaves up to a hundredth of the budget free. encoder: returns what encodes the model as it is now, given matrices on their grids.
+    options: of quantize_model. Raises UserError as quantize_model does, and for a curvature that is not finite.
     """
     if not all(np.isfinite(each.hessian).all() and np.isfinite(each.row_weights).all() for each in curvature.values()):
         raise UserError(
@@ -235,16 +244,19 @@ def fill(
 
     measured = {name: weight for name, weight in weights.items() if name in curvature}
     budget: dict[str, Any] = {"budget_bytes": budget_bytes, "overhead_bytes": overhead_bytes, "size_of": size_of}
+    if (kept := on_own_grid(measured, curvature, **budget)) is not None:
+        return kept, encoded(kept.tensors)
     quantized = quantize_model(measured, curvature, progress=progress, **budget, **options)
-    untuned = encoded(quantized.tensors)
-    on_grids = {name: one.dequantized() for name, one in quantized.tensors.items()}
-    if quantized.is_kept or not tune_vectors(model, on_grids, unread):
-        return quantized, untuned
+    untuned = quantized, encoded(quantized.tensors)
+    own = {name: one.detach().clone() for name, one in model.named_parameters() if one.ndim < 2}
+    if (tuned := tune(model, measured, quantized.tensors, batches)) is None:
+        return untuned
     encode = encoder()
-    tensors, size = fitting(quantized.tensors, curvature, **budget)
-    progress(f"vectors tuned: {size:,} bytes")
+    tensors, size = fitting(tuned, curvature, **budget)
+    progress(f"tuned: {num_changes(quantized.tensors, tensors):,} integers changed, {size:,} bytes")
     if size > budget_bytes:
-        return quantized, untuned
+        model.load_state_dict(own, strict=False)
+        return untuned
     return replace(quantized, tensors=tensors, size_bytes=size), encoded(tensors)
 
 

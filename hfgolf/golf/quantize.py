@@ -229,8 +229,7 @@ class QuantizedModel:
     """The matrices of a model on their grids, and how they were chosen.
 
     scale: D, see the module. sdclip_k: the k of SDClip at 6 bits that gives the same mean step relative to the rows.
-    size_bytes: everything, overhead included. findings: what the user should know, one sentence each. is_kept: they
-    were on a grid already.
+    size_bytes: everything, overhead included. findings: what the user should know, one sentence each.
     """
 
     tensors: dict[str, Quantized]
@@ -238,7 +237,6 @@ class QuantizedModel:
     sdclip_k: float
     size_bytes: int
     findings: list[str] = field(default_factory=list)
-    is_kept: bool = False
 
 
 def require_room(
@@ -282,14 +280,10 @@ def quantize_model(
         method: gptq or nearest. allocation: curvature, sdclip or uniform, see `allocate`.
         progress: called with one line per coding.
 
-    A model that was trained on a grid (golf.qat_fraction) keeps it if it fits, or almost: nothing is rounded anew.
     A budget beyond the finest useful steps is not an error; the findings say what it leaves free.
 
     Raises UserError if the matrices do not fit even with the coarsest steps; it names the bytes that are needed.
     """
-    kept = _kept(weights, curvature, budget_bytes, overhead_bytes, size_of)
-    if kept is not None:
-        return kept
     plan, feedback = plan_steps(weights, curvature, budget_bytes - overhead_bytes, method, allocation)
     finest, coarsest = scale_range(plan)
     codings: list[tuple[float, int]] = []
@@ -327,17 +321,18 @@ def quantize_model(
     return replace(best, findings=findings)
 
 
-def _kept(
+def on_own_grid(
     weights: Mapping[str, NDArray[np.float32]],
     curvature: Mapping[str, Curvature],
+    *,
     budget_bytes: int,
     overhead_bytes: int,
     size_of: Callable[[dict[str, Quantized]], int],
 ) -> QuantizedModel | None:
-    """Return matrices that are on a grid already, else None. D is that of SDClip: the mean relative step.
+    """Return matrices that were trained on a grid (golf.qat_fraction), else None. Arguments as in quantize_model.
 
-    If they exceed the budget by little, they are made to fit: to round to a coarser grid would lose what the training
-    on this one has gained.
+    D is that of SDClip: the mean relative step. If they exceed the budget by little, they are made to fit: to round to
+    a coarser grid would lose what the training on this one has gained.
     """
     tensors = {}
     for name, weight in weights.items():
@@ -347,7 +342,9 @@ def _kept(
         tensors[name] = one
     if not any(one.integers.any() for one in tensors.values()):
         return None
-    nearer, size = fitting(tensors, curvature, budget_bytes, overhead_bytes, size_of)
+    nearer, size = fitting(
+        tensors, curvature, budget_bytes=budget_bytes, overhead_bytes=overhead_bytes, size_of=size_of
+    )
     if size > budget_bytes:
         return None
     steps = {
@@ -355,15 +352,21 @@ def _kept(
         for name, unit in allocate(weights, "sdclip", {}, None).items()
     }
     scale, free = mean_relative_step(steps), budget_bytes - size
-    count = sum(int((nearer[name].integers != one.integers).sum()) for name, one in tensors.items())
+    count = num_changes(tensors, nearer)
     but = f" but for {count:,} integers that went one nearer to zero, so that they fit" if count else ""
     note = f"The matrices are on a grid already (golf.qat_fraction), so they are kept{but}; {free:,} bytes stay free."
-    return QuantizedModel(nearer, scale, SDCLIP_LEVELS * scale, size, [note], is_kept=True)
+    return QuantizedModel(nearer, scale, SDCLIP_LEVELS * scale, size, [note])
+
+
+def num_changes(before: Mapping[str, Quantized], after: Mapping[str, Quantized]) -> int:
+    """Return how many integers of the same matrices differ."""
+    return sum(int((after[name].integers != one.integers).sum()) for name, one in before.items())
 
 
 def fitting(
     tensors: dict[str, Quantized],
     curvature: Mapping[str, Curvature],
+    *,
     budget_bytes: int,
     overhead_bytes: int,
     size_of: Callable[[dict[str, Quantized]], int],

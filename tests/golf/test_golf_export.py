@@ -56,7 +56,7 @@ def test_export_fits_and_its_ledger_lists_the_files_on_disk(exported):
     ledger = json.loads((exported / "ledger.json").read_text())
     sizes = {path.name: path.stat().st_size for path in exported.iterdir() if path.is_file()}
     assert {file["name"]: file["bytes"] for file in ledger["files"]}.items() <= sizes.items()
-    assert 0.995 * BUDGET <= ledger["totals"]["challenge"] <= BUDGET
+    assert 0.98 * BUDGET <= ledger["totals"]["challenge"] <= BUDGET
     assert ledger["totals"]["challenge"] == sizes["artifact.bin"] + sizes["score.py"]
     others = sizes["tokenizer.json.xz"] + sizes["config.yaml.xz"]
     assert ledger["totals"]["everything"] == ledger["totals"]["challenge"] + others
@@ -91,7 +91,7 @@ def test_a_run_of_another_architecture_exports_what_unpack_reads(tmp_path, tiny_
     exported = folder / "golf"
     ledger = json.loads((exported / "ledger.json").read_text())
     sizes = {path.name: path.stat().st_size for path in exported.iterdir() if path.is_file()}
-    assert 0.995 * BUDGET <= sizes["artifact.bin"] + sizes["unpack.py"] == ledger["totals"]["challenge"] <= BUDGET
+    assert 0.98 * BUDGET <= sizes["artifact.bin"] + sizes["unpack.py"] == ledger["totals"]["challenge"] <= BUDGET
     state = unpack(str(exported / "artifact.bin"))
     assert state_sha256(state) == ledger["weights_sha256"] and ledger["problems"] == []
     model = AutoModelForCausalLM.from_pretrained(exported / "model")
