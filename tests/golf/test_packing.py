@@ -159,14 +159,18 @@ def test_tied_weights_are_stored_once_and_stay_tied(own):
     assert "head.weight" not in StateCoding(shared).tensors
 
 
-def test_the_batches_may_be_known_text_so_nothing_is_trained_on_them(tmp_path):
+def test_what_is_not_on_a_grid_is_tuned_and_the_model_is_left_as_it_is(tmp_path):
     model = with_every_weight_used(tiny_model("gpt2"))
-    pack(model, batches(16), 40_000, tmp_path / "packed")
-    state = unpack(str(tmp_path / "packed" / "artifact.bin"))
-    vectors = {name: value for name, value in model.named_parameters() if value.ndim < 2}
-    for name, value in vectors.items():
-        torch.testing.assert_close(state[name], value.detach(), rtol=2.0**-8, atol=1e-7)  # 8 significant bits
-    assert vectors
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    many = pack(model, batches(64), 30_000, tmp_path / "many")
+    few = pack(model, batches(64)[:7], 30_000, tmp_path / "few", held_out=batches(64))  # too few to hold one out
+    assert many.loss_after < few.loss_after
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    vectors = {name: value.detach() for name, value in model.named_parameters() if value.ndim < 2}
+    for folder, is_tuned in (("many", True), ("few", False)):
+        state = unpack(str(tmp_path / folder / "artifact.bin"))
+        moved = [not torch.allclose(state[name], value, 2.0**-8, 1e-7) for name, value in vectors.items()]
+        assert any(moved) == is_tuned  # 8 significant bits
 
 
 def test_buffers_are_exact(tmp_path):
