@@ -78,7 +78,7 @@ def pack(
     held_out: Iterable[Any] = (),
     progress: Callable[[str], None] = lambda line: None,
 ) -> Packed:
-    """Write a model to a folder as artifact.bin and unpack.py, which together take some 99 to 100 % of budget_bytes.
+    """Write a model to a folder as artifact.bin and unpack.py, which together take 98 to 100 % of budget_bytes.
 
     Anywhere, `unpack("artifact.bin")` of unpack.py returns the state dict: the same names, dtypes, tied weights and
     buffers as here, and the weights that were evaluated here, to the bit. torch.compile(model) puts `_orig_mod.` into
@@ -87,11 +87,11 @@ def pack(
     Args:
         model: any module whose weights are mostly nn.Linear, nn.Embedding or transformers' Conv1D. Their matrices are
             rounded. Buffers are stored exactly, other parameters with 8 significant bits in the range of fp16.
-        batches: some 32,768 tokens of the kind of text that the model was trained on, in 64 batches or so: after
-            rounding, the model is tuned by one step per batch, and fewer than 20 hardly tune it. Each batch is what the model
-            takes: a mapping of keyword arguments, a tuple of positional ones, or input ids (B, T). The loss is the
-            model's own (`.loss`, or the scalar of a tuple) if it returns one, as for batches with labels. Else it is
-            the cross-entropy of the next token by the logits (B, T, V), where attention_mask is not 0.
+        batches: some 65,536 tokens of the kind of text that the model was trained on, in about 128 batches: after
+            rounding, the model is trained by one step for each, and fewer than 20 hardly change it. Each batch is what
+            the model takes: a mapping of keyword arguments, a tuple of positional ones, or input ids (B, T). The loss
+            is the model's own (`.loss`, or the scalar of a tuple) if it returns one, as for batches with labels. Else
+            it is the cross-entropy of the next token by the logits (B, T, V), where attention_mask is not 0.
         held_out: batches to evaluate the model on, before and after. Without them, that is done on `batches`, on which
             it was tuned.
         progress: called with one line per step.
@@ -109,7 +109,7 @@ def pack(
     with _run_on_batches(model):
         calibration, scored = list(batches), list(held_out)
     if not calibration:
-        raise UserError("batches: there are none; give some 32,768 tokens of the kind that the model was trained on.")
+        raise UserError("batches: there are none; give some 65,536 tokens of the kind that the model was trained on.")
     coding, program = StateCoding(model), packed_unpack()
     budget = {"budget_bytes": int(budget_bytes), "overhead_bytes": len(program)}
     require_room(coding.weights, size_of=lambda on_grids: len(coding.encode(on_grids).data), **budget)
@@ -223,8 +223,9 @@ def fill(
     """Return the matrices that have a curvature, rounded so that they fill a budget, and the artifact.
 
     Unless they were trained on a grid, they are tuned on batches, and so are the vectors of the model (see tune), which
-    leaves up to a hundredth of the budget free. encoder: returns what encodes the model as it is now, given matrices on their grids.
-    options: of quantize_model. Raises UserError as quantize_model does, and for a curvature that is not finite.
+    leaves a hundredth of the budget free, or two. encoder: returns what encodes the model as it is now, given matrices
+    on their grids. options: of quantize_model. Raises UserError as quantize_model does, and for a curvature that is not
+    finite.
     """
     if not all(np.isfinite(each.hessian).all() and np.isfinite(each.row_weights).all() for each in curvature.values()):
         raise UserError(
