@@ -23,6 +23,7 @@ from transformers.pytorch_utils import Conv1D
 from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.golf.curvature import grid_layers, place, summed_loss
 from hfgolf.golf.grid import MAX_INTEGER, Quantized
+from hfgolf.system.hardware import fast_product_dtype
 
 RATE = 0.01  # of Adam, as a share of the RMS of each vector, falling linearly to 0
 INTEGER_RATE = 0.001  # the same of integers
@@ -52,7 +53,11 @@ def tune(
     student = _Student(model, weights, tensors)
     with torch.compiler.set_stance("force_eager"), evaluation_mode(model):
         before = student.total(test)
-        student.train([batch for number, batch in enumerate(every) if number % HELD_OUT != HELD_OUT - 1])
+        training = [batch for number, batch in enumerate(every) if number % HELD_OUT != HELD_OUT - 1]
+        device = next(model.parameters()).device
+        dtype = fast_product_dtype(device)
+        with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
+            student.train(training)
         if not student.total(test) < before:  # nor if one of them is not a number
             return None
     student.keep_vectors()
