@@ -3,11 +3,11 @@
     python benchmarks/experiments/golf_rounding.py --run runs/small --budgets 1800000 1200000 800000
 
 Rounds the weights of a run to each budget in each way: to the nearest; with errors passed on to later columns (GPTQ);
-and to later rows (feedback); by coordinate descent after that (descent); and all as an export does it, with vectors
-that are trained after rounding on text that the run has not read (tuned). Scores them on the whole validation part in
-flat windows, as an export does. "added" is what rounding adds to the loss of the float weights, in nats per token;
-"predicted" is without the training of vectors. Adds a row for each to golf_rounding.jsonl in results/. Losses don't
-depend on the machine or on its load; seconds do.
+and to later rows (feedback); by coordinate descent after that (descent); and all that an export does, with integers and
+vectors that are trained after rounding (tuned). Scores them on the whole validation part in flat windows, as an export
+does. "added" is what rounding adds to the loss of the float weights, in nats per token; "predicted" is that of the
+matrices alone. Adds a row for each to golf_rounding.jsonl in results/. Losses don't depend on the load of the machine;
+seconds do.
 """
 
 from __future__ import annotations

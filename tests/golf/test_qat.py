@@ -11,7 +11,7 @@ from torch.nn import functional as F
 from hfgolf.golf.curvature import measure_curvature
 from hfgolf.golf.grid import Quantized, entropy_bits, grid_of, round_nearest, row_codes_of
 from hfgolf.golf.hooks import Rounding, packed_codes
-from hfgolf.golf.quantize import _shrunk, matrices, on_own_grid
+from hfgolf.golf.quantize import _shrunk, matrices, on_own_grid, quantize_model
 
 
 class StraightThrough(torch.autograd.Function):
@@ -123,6 +123,8 @@ def test_export_keeps_the_grid_of_a_rounded_model(model, batch):
     )
     assert f"{count:,} integers" in almost.findings[0]
     assert on_own_grid(weights, curvature, budget_bytes=size - 3000, **options) is None
+    smaller = quantize_model(weights, curvature, budget_bytes=size - 3000, **options)
+    assert smaller.size_bytes <= size - 3000 and smaller.findings == []
 
 
 @pytest.mark.parametrize("sign", [1, -1])

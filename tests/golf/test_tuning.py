@@ -114,6 +114,7 @@ def test_what_is_frozen_or_in_training_mode_stays_so(model, trained, count):
     assert (tune(model, weights, rounded, batches(count, seed=3)) is not None) == (count == 64)
     assert model.training and all(module.training for module in model.modules())
     assert [name for name, parameter in model.named_parameters() if not parameter.requires_grad] == frozen
+    assert all(parameter.grad is None for parameter in model.parameters() if not parameter.requires_grad)
     model.requires_grad_().eval()
 
 
@@ -158,7 +159,8 @@ def test_the_artifact_has_what_was_tuned(model):
     artifacts = []
     for text in ((), batches(64, seed=3)):
         quantized, encoded = fill(model, weights, curvature, lambda: StateCoding(model).encode, text, **options)
-        assert 0.97 * 4500 <= 500 + len(encoded.data) == quantized.size_bytes <= 4500
+        least = 0.97 if text else 0.99  # tuned integers are smaller, too
+        assert least * 4500 <= 500 + len(encoded.data) == quantized.size_bytes <= 4500
         is_tuned = any(not torch.equal(model.get_parameter(name), value) for name, value in vectors.items())
         assert is_tuned == bool(text)
         artifacts.append(encoded.data)
