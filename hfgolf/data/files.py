@@ -58,10 +58,23 @@ _OFFICE = {".docx": "a Word document", ".odt": "an OpenDocument text", ".epub": 
 _SHEETS = {".xlsx": "an Excel sheet", ".ods": "an OpenDocument sheet"}
 _SLIDES = {".pptx": "a PowerPoint presentation", ".odp": "an OpenDocument presentation"}
 _PDF = "is a PDF, not text; convert it with `pdftotext`, and name the .txt file"
-_SPELLED = {
-    b"%PDF-": _PDF,
-    rb"{\rtf": "is RTF, not plain text; convert it with `pandoc -t plain`, and name the .txt file",
-}
+_SPELLED = (
+    (rb"%PDF-", _PDF),
+    (rb"{\\rtf", "is RTF, not plain text; convert it with `pandoc -t plain`, and name the .txt file"),
+    (
+        rb"version https://git-lfs\.github\.com/spec/",
+        "is a pointer of Git LFS, not the text; fetch that with `git lfs pull`",
+    ),
+    (
+        rb"(?s).*?\x1b\$[()]?[@-D]",
+        "is in ISO-2022-JP or another encoding of 7 bits, not UTF-8; convert it with `iconv -f ISO-2022-JP -t UTF-8`",
+    ),
+    (
+        rb"(?ms)(From |(Return-Path|Delivered-To|Received|MIME-Version|Message-ID|Date|Subject|From|To|X-[\w-]+): )"
+        rb".*?^(?i:Content-Transfer-Encoding: *(base64|quoted-printable))",
+        "is mail with encoded parts, not text; write its text to a file, as with Python's `mailbox` and `email`",
+    ),
+)
 """What is spelled in characters, and yet no text."""
 _FORMATS: tuple[tuple[bytes, str], ...] = (
     (rb"%PDF-", _PDF),
@@ -71,6 +84,7 @@ _FORMATS: tuple[tuple[bytes, str], ...] = (
     (rb"BZh[1-9]1AY&SY", "is compressed by bzip2; give its name the ending .bz2"),
     (rb"\xfd7zXZ\0", "is compressed by xz; give its name the ending .xz"),
     (rb"\x28\xb5\x2f\xfd", "is compressed by zstd; give its name the ending .zst"),
+    (rb"\x1f[\x9d\xa0]|\x04\x22\x4d\x18|\]\0\0", "is compressed; unpack it, or compress it with gzip, xz or zstd"),
     (rb"7z\xbc\xaf|Rar!\x1a", "is an archive, not text; unpack it, and name the folder"),
     (rb"(?s).{257}ustar", "is a tar archive, not text; give its name the ending .tar, or unpack it"),
     (rb"PAR1", "is a Parquet file; give its name the ending .parquet"),
@@ -410,7 +424,7 @@ def not_text(start: bytes, path: Path, encoding: str | None = None) -> str | Non
     encoding: data.encoding.
     """
     if marked_encoding(start) or (b"\0" not in start and is_utf8(start[:4096])):
-        return next((problem for mark, problem in _SPELLED.items() if start.startswith(mark)), None)
+        return next((problem for pattern, problem in _SPELLED if re.match(pattern, start)), None)
     ending = path.suffix.lower()
     if start.startswith(b"PK") and ending in _OFFICE:
         return f"is {_OFFICE[ending]}, not text; convert it with `pandoc -t plain`, and name the .txt file"

@@ -271,10 +271,14 @@ FORMATS = {
     "sound": b"ID3\4\0\0\xff\xfb",
     "a program": b"\x7fELF\2\1\1\0",
     "gzip": gzip.compress(b"text"),
+    "compressed; unpack it": b"\x04\x22\x4d\x18\x64\x40\xa7",
     "an old Office document": b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1",
     "SQLite": b"SQLite format 3\0\x10\0",
     "a Parquet file": parquet(pa.table({"text": ["a"]})),
     "RTF": rb"{\rtf1\ansi text}".ljust(99),
+    "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
+    "ISO-2022-JP": "plain, then \u3053\u3093\u306b\u3061\u306f".encode("iso2022_jp"),
+    "mail with encoded parts": b"From a@b Sat\nSubject: x\nContent-transfer-encoding: BASE64\n\nSGVsbG8=\n",
     "UTF-16 without a byte order mark": "plain text".encode("utf-16-le"),
     "a tar archive": b"a.txt".ljust(257, b"\0") + b"ustar\0",
 }
@@ -283,7 +287,7 @@ FORMATS = {
 @pytest.mark.parametrize("kind", FORMATS)
 def test_what_is_not_text_is_named(read, kind):
     name = "a.csv" if kind == "PDF" else "a"
-    line = read(name, FORMATS[kind] if kind.startswith("UTF-") else FORMATS[kind].ljust(99, b"\0"))
+    line = read(name, FORMATS[kind] if kind.startswith("UTF-") else FORMATS[kind].ljust(99, b"\n"))
     assert isinstance(line, str) and f"{name} is " in line and kind in line
 
 
@@ -401,6 +405,10 @@ def test_text_that_begins_like_another_format_is_text(read):
         "\0 zero",
         "BZh91",
         "a\0b\0 but not all",
+        "Subject: a word\n\nSend it with Content-Transfer-Encoding: base64\n",
+        "from email import message\n\nContent-Transfer-Encoding: base64\n",
+        "From a@b Sat\nContent-Transfer-Encoding: 8bit\n\nPlain, with an escape: \x1b[1m$B\n",
+        "version https://example.org",
     ]
     for text in texts:
         assert read("a.txt", text) == [text]
