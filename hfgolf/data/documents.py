@@ -251,6 +251,8 @@ def _text_blocks(file: SourceFile, opener: Opener, encoding: str | None) -> Iter
                 num_bytes += len(block)
                 text = decoder.decode(block, is_final=not block)
                 is_empty &= not text
+                if text.count("\0") > max(99, len(text) / 2):  # as a crash or a broken download leaves them
+                    raise UserError(f"{file.path} is mostly zero bytes before byte {num_bytes}; restore it.")
                 yield text
     except UserError:
         raise

@@ -405,6 +405,7 @@ def test_text_that_begins_like_another_format_is_text(read):
         "\0 zero",
         "BZh91",
         "a\0b\0 but not all",
+        "name\0" * 99,
         "Subject: a word\n\nSend it with Content-Transfer-Encoding: base64\n",
         "from email import message\n\nContent-Transfer-Encoding: base64\n",
         "From a@b Sat\nContent-Transfer-Encoding: 8bit\n\nPlain, with an escape: \x1b[1m$B\n",
@@ -412,6 +413,12 @@ def test_text_that_begins_like_another_format_is_text(read):
     ]
     for text in texts:
         assert read("a.txt", text) == [text]
+
+
+@pytest.mark.parametrize("content", [bytes(999), b"text" * 999 + bytes(1 << 20), b"text" * (1 << 20) + bytes(3 << 20)])
+def test_zeros_that_a_crash_leaves_are_no_text(read, content):
+    assert "a.txt is mostly zero bytes before byte " in read("a.txt", content)
+    assert "a.csv is mostly zero bytes before byte " in read("a.csv", content)
 
 
 def test_a_bomb_that_fills_the_disk_is_told_as_one(read, monkeypatch):
