@@ -323,14 +323,14 @@ def _other_encoding(error: UnicodeDecodeError) -> str:
         return "most of it is UTF-8, so these bytes are damaged; `iconv -c -f UTF-8 -t UTF-8 OLD > NEW` leaves them out"
     if sum(map(block.count, range(8))) > len(block) / 100:  # control characters, which no encoding has in text
         return "it is probably not text; remove it"
-    if len(high) < len(block) / 3:
+    if len(high) < len(block) / 3 and not {*b"\x81\x8d\x8f\x90\x9d"} & {*high}:  # which Windows-1252 lacks
         name, encoding = "Latin-1", "latin-1"
         if any(0x80 <= byte < 0xA0 for byte in high):
             name, encoding = "Windows-1252", "windows-1252"
         around = block[max(0, error.start - 20) : error.start + 20].decode(encoding, "replace")
         word = next(word for word in re.split("[ \t\r\n]+", around) if not word.isascii())
         return f"it is probably {name}, with words such as {shortened(word)}; set data.encoding {encoding}"
-    return "find its encoding, such as gb18030 or shift_jis, and set data.encoding to it"
+    return "find its encoding, such as cp850, gb18030 or shift_jis, and set data.encoding to it"
 
 
 @contextmanager

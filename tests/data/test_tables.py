@@ -310,6 +310,7 @@ def test_office_documents_are_named_by_their_ending(read):
         ),
         (b"one\xa0hundred and one " * 9, "with words such as 'one\\xa0hundred'; set data.encoding latin-1."),
         ("привет мир".encode("koi8-r"), "find its encoding"),
+        ("Grüße aus Köln".encode("cp850"), "find its encoding, such as cp850"),
         ("é".encode() * 50 + b"\xff" + "é".encode() * 50, "most of it is UTF-8"),
         ("é".encode() * 50 + b"\xc3", "its last character is cut"),
         (b"\0\1\xff\0\0\0" * 20, "it is probably not text"),
