@@ -371,6 +371,12 @@ def _cells(reader: Any, path: Path, column: Column, has_header: bool, advice: st
         return
     header = first[1] if has_header else [str(number) for number in range(len(first[1]))]
     if column.find(header) is None:
+        if all(map(_is_quoted, header)):
+            raise NoColumnError(f"{path}, the header {_QUOTED}.")
+        if len(header) == 1 and column.name in re.split(r"[,|:^~]", header[0]):
+            raise NoColumnError(
+                f"{path} has one column here, {_listed(header)}; divide it with commas in .csv, with tabs in .tsv."
+            )
         _, example = next(rows, first)
         longest = max(range(min(len(header), len(example))), key=lambda place: len(example[place]))
         alike = [name for name in header if name.strip().casefold() == column.name.casefold()]
@@ -384,13 +390,25 @@ def _cells(reader: Any, path: Path, column: Column, has_header: bool, advice: st
         )
     names, steps = column.wanted(header, path)
     indices = [header.index(name) for name in names]
+    is_tsv = reader.dialect.quoting == csv.QUOTE_NONE
     for row, (line, cells) in enumerate(rows if has_header else itertools.chain([first], rows)):
         if len(cells) != len(header):
             raise UserError(
                 f"{row_name(path, row, line)} has {count_of(len(cells), 'field')}, but the"
                 f" {'header' if has_header else 'first row'} has {len(header)}; {advice}."
             )
-        yield line, column.value(names, [cells[index] for index in indices]), steps
+        values = [cells[index] for index in indices]
+        if is_tsv and any('""' in value[1:-1] and _is_quoted(value) for value in values):
+            raise UserError(f"{row_name(path, row, line)} {_QUOTED}.")
+        yield line, column.value(names, values), steps
+
+
+_QUOTED = "is in double quotes as in CSV, which would be text here; name the file .csv, or write it without quotes"
+
+
+def _is_quoted(field: str) -> bool:
+    """Return whether a field is in double quotes as CSV has them, with any quotes inside twice."""
+    return len(field) > 1 and field[0] == field[-1] == '"' and '"' not in field[1:-1].replace('""', "")
 
 
 def parquet_rows(path: Path, column: Column, name: Path) -> Iterator[Row]:
