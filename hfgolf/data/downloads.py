@@ -113,6 +113,11 @@ def _fetch(url: str, key: str, path: Path) -> None:
     """Download `url` to a file. Raises OSError if the download is cut short or stalls."""
     encoded = urllib.parse.quote(url, safe=string.punctuation)  # what browsers show as spaces and letters
     with urllib.request.urlopen(encoded, timeout=_TIMEOUT_SECONDS) as answer, open(path, "wb") as file:
+        if answer.headers.get_content_type() == "text/html" and path.suffix.lower() not in (".html", ".htm"):
+            raise UserError(
+                f"{key}: {redact(url)} is a web page, not a file; give the address of the file itself, such as that of"
+                " GitHub's Raw button, or save the page, and name its .html file."
+            )
         shutil.copyfileobj(answer, file)
         if answer.length:  # http.client does not raise for this
             raise OSError(f"the connection ended {answer.length:,} bytes before the end of the file")

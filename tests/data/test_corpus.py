@@ -110,6 +110,19 @@ def test_url_is_downloaded_once(tmp_path, write, files_config, awkward):
     assert read(data, tmp_path)["train"] == [awkward]  # from the copy: the server is gone
 
 
+def test_web_page_is_no_file_unless_its_name_says_so(tmp_path, write, files_config, monkeypatch):
+    val = write("val.txt", "validation")
+    for name in ("input.txt", "page.html"):
+        write(name, "<!DOCTYPE html><p>text</p>")
+    monkeypatch.setitem(http.server.SimpleHTTPRequestHandler.extensions_map, ".txt", "text/html; charset=utf-8")
+    with serving(tmp_path / "text") as address:
+        url = f"{address}/input.txt"
+        assert f"{url} is a web page, not a file; give the address of" in fails(files_config(url), tmp_path)
+        page = files_config(f"{address}/page.html", val_files=[val])
+        assert read(page, tmp_path)["train"] == ["<!DOCTYPE html><p>text</p>"]
+    assert not [*(tmp_path / "cache" / "downloads").rglob("*input.txt")]
+
+
 class ShortAnswer(http.server.BaseHTTPRequestHandler):
     """Promise 1,000 bytes, and send the first 400."""
 
