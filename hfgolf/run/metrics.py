@@ -157,6 +157,8 @@ def read_metrics_of(folder: Path) -> Metrics:
     """Read the metrics.jsonl of a run. Raises UserError if there is none, or neither a row nor an event in it."""
     path = folder / "metrics.jsonl"
     if not path.is_file():
+        if (folder / "config.yaml").is_file():
+            raise UserError(f"{folder} has logged nothing yet; wait for its first step, or start it again.")
         problem = f"{path} does not exist" if folder.is_dir() else f"there is no folder {folder}"
         raise UserError(f"{problem}; name the folder of a run, such as runs/small.")
     try:

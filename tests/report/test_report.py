@@ -369,6 +369,9 @@ def test_run_without_rows_is_one_line(content, says, tmp_path, hfgolf):
     status, _, error = hfgolf("report", tmp_path)
     assert status == 2 and error.startswith("error: ") and says in error and error.count("\n") == 1
     assert {path.name for path in tmp_path.iterdir()} <= {"metrics.jsonl"}
+    if content is None:  # but a run
+        (tmp_path / "config.yaml").write_text("")
+        assert f"{tmp_path} has logged nothing yet; wait for its first step" in hfgolf("report", tmp_path).err
 
 
 def test_script_writes_a_page_and_an_image(folder, tmp_path, hfgolf):
