@@ -6,6 +6,7 @@ import gc
 import io
 import logging
 import os
+import shutil
 import signal
 import time
 import weakref
@@ -156,7 +157,11 @@ def test_a_run_that_nobody_named_leaves_the_folders_of_others_alone(
     (folder / "summary.json").unlink()  # it can be continued
     assert f"{folder} holds an unfinished run; continue it with --train.resume auto" in train().err
     assert "is from a run with another config" in train("--train.max_steps=5", "--train.resume=auto").err
-    assert sorted(path.name for path in folder.parent.iterdir()) == ["tiny", "tiny-2"]
+    assert "to continue that one: --train.resume latest" in train("--train.max_steps=4").out
+    shutil.rmtree(folder / "checkpoints")
+    other = train("--train.max_steps=4").out
+    assert "unfinished run with another text" in other and "to continue that one" not in other, "nothing to continue"
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["tiny", "tiny-2", "tiny-3"]
 
 
 @pytest.mark.slow

@@ -130,7 +130,8 @@ def _own_name(said: ResolvedConfig, starts_beside_unfinished: bool) -> str:
         kind = "a complete" if first.summary.exists() else "an unfinished"
         text += f", because {first.path} holds {kind} run with another text or config"
         text += f" ({join_words(differs, maximum=3)})"
-        text += "" if first.summary.exists() else "; to continue that one: --train.resume latest"
+        goes_on = not first.summary.exists() and newest_first(first.checkpoints)
+        text += "; to continue that one: --train.resume latest" if goes_on else ""
     if first.config.exists():
         logger.info("%s", labeled("run", text))
     return str(own.config.run.name)
