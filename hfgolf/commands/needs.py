@@ -231,11 +231,14 @@ def find_needs(config: RunConfig, model: PreTrainedModel, machine: Machine) -> N
 def run_length(
     config: RunConfig, data: TokenCounts, tokens_per_second: float, steps: int, price_per_hour: float | None
 ) -> Length:
-    """Return tokens, epochs, time and cost of a number of steps. price_per_hour: dollars; None if unknown."""
+    """Return tokens, epochs, time and cost of a number of steps. price_per_hour: dollars; None if unknown.
+
+    Raises UserError if the text is shorter than a sequence.
+    """
     tokens = steps * config.batch.tokens_per_step
     seconds, evaluating = tokens / tokens_per_second, evaluation_seconds(config, data, tokens_per_second, steps)
     length, epochs = config.batch.sequence_length, None
-    if data.train_tokens and data.train_tokens > length:
+    if data.train_tokens is not None:
         epochs = tokens / (num_blocks(data.train_tokens, length) * length)
     dollars = None if price_per_hour is None else (seconds + (evaluating or 0.0)) / 3600 * price_per_hour
     return Length(steps, tokens, epochs, seconds, evaluating, dollars)

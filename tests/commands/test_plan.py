@@ -30,6 +30,7 @@ from hfgolf.config.parse import load_config
 from hfgolf.config.sections import RunConfig
 from hfgolf.measure.flops import token_flops
 from hfgolf.publish.export import export_model
+from hfgolf.system.errors import UserError
 from hfgolf.train.build import build_model
 from hfgolf.train.init_from import FROZEN
 
@@ -83,6 +84,8 @@ def test_time_tokens_and_cost_in_closed_form():
     assert length.dollars == pytest.approx((15 + length.evaluation_seconds) / 100)
     unknown = run_length(config_of(), TokenCounts(4096), FAST, 150, None)
     assert unknown.epochs is unknown.evaluation_seconds is unknown.dollars is None
+    with pytest.raises(UserError, match="the training text has 256 tokens, but a sequence takes 256"):  # as train says
+        run_length(config_of(), TokenCounts(4096, 256, 30), FAST, 150, None)
 
 
 @pytest.mark.parametrize(
