@@ -214,6 +214,11 @@ class Corpus:
         if skipped.empty:
             found = f"{count_of(len(skipped.empty), 'file')} without a document"
             log_once(f"data.files: skipped {found}: {join_words(skipped.empty, maximum=3)}")
+        if skipped.json:
+            found = (
+                f"{count_of(len(skipped.json), 'file')} of JSON as plain text, because only .jsonl, .ndjson and .json"
+            )
+            log_once(f"data.files: read {found} are read as rows: {join_words(skipped.json, maximum=3)}")
         if names := [name for name, (num_empty, _) in skipped.rows.items() if num_empty]:
             num_empty, num_rows = map(sum, zip(*(skipped.rows[name] for name in names), strict=True))
             found = f"{num_empty:,} of {count_of(num_rows, 'row')}, in which it is missing or has nothing to read"

@@ -77,6 +77,8 @@ class Skipped:
     """Names of optional files without the column."""
     empty: list[str] = field(default_factory=list)
     """Names of tables and notebooks without a document."""
+    json: list[str] = field(default_factory=list)
+    """Not left out: names of files with rows of JSON that are read as plain text, because of their endings."""
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Of tables: how many rows have nothing in the column, and how many were read."""
 
@@ -215,9 +217,20 @@ def _parsed(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, 
     elif column.key != "text_column":
         raise NoColumnError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
     elif ending != ".ipynb":
-        yield file.name, file.split, blocks
+        first = next(blocks)
+        skipped.json += [file.name] if _is_json(first) else []
+        yield file.name, file.split, itertools.chain([first], blocks)
     elif text := _notebook(blocks, file.path):
         yield file.name, file.split, (text,)
+
+
+def _is_json(text: str) -> bool:
+    """Return whether a text begins with an object of JSON, alone or in an array, as a table does."""
+    try:
+        value, _ = json.JSONDecoder().raw_decode(text.lstrip("[ \t\r\n"))
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(value, dict) and bool(value)
 
 
 def _notebook(blocks: Iterator[str], path: Path) -> str:

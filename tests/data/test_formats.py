@@ -533,6 +533,18 @@ def test_rows_that_are_left_out_are_counted(tmp_path, train_on, caplog, kind):
     ]
 
 
+def test_rows_of_json_that_are_read_as_plain_text_are_told(tmp_path, write, train_on, caplog):
+    rows = '{"text": "a"}\n{"text": "b"}\n'
+    told = [write(name, rows) for name in ("a.jl", "b.jsonl.txt")] + [write("c.gz", gzip.compress(rows.encode()))]
+    other = [write(name, text) for name, text in {"d.txt": "{}", "e.txt": "[1] {x}"}.items()]
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        assert documents(train_on(*told, *other), tmp_path)[:3] == [rows] * 3
+    assert [message for message in caplog.messages if "JSON" in message] == [
+        "data.files: read 3 files of JSON as plain text, because only .jsonl, .ndjson and .json are read as rows:"
+        " a.jl, b.jsonl.txt, c.gz"
+    ]
+
+
 @pytest.mark.parametrize(
     ("name", "content", "problem"),
     [
