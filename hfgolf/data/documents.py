@@ -530,6 +530,8 @@ def _other_column(value: Any) -> str:
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(value, str):
         return "; name a column of text by data.text_column"
+    if isinstance(value, dict) and "0" in value:  # pandas' to_json as it is
+        return "; write each row as an object, as pandas does with orient='records'"
     if isinstance(first, dict) and {"role", "from"} & {*first}:
         return "; name a column of conversations by data.messages_column"
     return "; name a column of token ids by data.ids_column" if type(first) is int else ""

@@ -189,7 +189,8 @@ class _JsonObjects:
         for row, (line, value) in enumerate(values):
             if not isinstance(value, dict):
                 where = row_name(self._path, row, line)
-                problem = f"{where} cannot be read: it is {shortened(value)}, not an object with columns."
+                advice = '; write each text as {"text": "..."}' if isinstance(value, str) else ""
+                problem = f"{where} cannot be read: it is {shortened(value)}, not an object with columns{advice}."
                 others = (isinstance(other, dict) for _, other in itertools.islice(values, ROWS_WITHOUT_COLUMN))
                 raise (UserError if row or any([*others]) else NoColumnError)(problem)
             yield line, value

@@ -149,7 +149,12 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.json", '[{"text": "a"}, ', "row 1 (line 1) cannot be read: "),
         ("t.json", '[{"text": "a"}]\n[', "row 1 (line 2) cannot be read: something follows the array"),
         ("t.json", " [ ] ", "has no row with text in column 'text'; remove it or add rows."),
-        ("t.json", '["a", "b"]', "row 0 (line 1) cannot be read: it is 'a', not an object with columns"),
+        ("t.json", '["a", "b"]', """it is 'a', not an object with columns; write each text as {"text": "..."}."""),
+        (
+            "t.json",
+            '{"text": {"0": "a", "1": "b"}}',
+            "a dict of 0, 1, not text; write each row as an object, as pandas",
+        ),
         ("t.json", '{"x": 1}\n' * 20_000 + '{"text": "a"}', "has no column 'text'; set data.text_column to one of: x."),
         ("t.jsonl", '{"text": [{"role": "user"}]}\n', "'text' holds a list, not text; name a column of conversations"),
         ("t.jsonl", '{"text": [1, 2]}\n', "'text' holds a list, not text; name a column of token ids by"),
