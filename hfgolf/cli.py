@@ -41,9 +41,9 @@ VERBS = {
 JSON_HELP = "With --json, each of them but chat prints one JSON object instead, and its log goes to stderr."
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Run `hfgolf VERB ...` and exit. arguments: None for those of the process."""
-    run_command(lambda: _run(list(sys.argv[1:] if arguments is None else arguments)))
+def main(arguments: Sequence[str] | None = None, *, verb: str = "") -> None:
+    """Run `hfgolf VERB ...` and exit. arguments: None for those of the process. verb: goes in front of them."""
+    run_command(lambda: _run([*verb.split(), *(sys.argv[1:] if arguments is None else arguments)]))
 
 
 def _run(arguments: list[str]) -> int | None:

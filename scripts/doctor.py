@@ -1,8 +1,6 @@
 """The command `hfgolf doctor`, by its path."""
 
-import sys
-
 from hfgolf.cli import main
 
 if __name__ == "__main__":
-    main(["doctor", *sys.argv[1:]])
+    main(verb="doctor")

@@ -1,8 +1,6 @@
 """The command `hfgolf find_lr`, by its path."""
 
-import sys
-
 from hfgolf.cli import main
 
 if __name__ == "__main__":
-    main(["find_lr", *sys.argv[1:]])
+    main(verb="find_lr")

@@ -1,8 +1,6 @@
 """The command `hfgolf golf unarchive`, by its path."""
 
-import sys
-
 from hfgolf.cli import main
 
 if __name__ == "__main__":
-    main(["golf", "unarchive", *sys.argv[1:]])
+    main(verb="golf unarchive")
