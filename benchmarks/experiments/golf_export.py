@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 
 from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.golf.decoder import read_tensors, weights_of
-from hfgolf.golf.grid import Quantized
 from hfgolf.golf.program import evaluate
-from hfgolf.golf.quantize import matrices, quantize_model
+from hfgolf.golf.quantize import Grids, matrices, quantize_model
 from hfgolf.golf.script import packed_script
 from hfgolf.golf.source import Source, run_source
 from hfgolf.model.layers_golf import GolfNetwork
@@ -72,7 +71,7 @@ def int8_rows(weights: Weights, rest: bytes) -> tuple[int, Weights]:
     return len(zlib.compress(content, 9)), rounded
 
 
-def zlib_bytes(tensors: dict[str, Quantized], rest: bytes) -> int:
+def zlib_bytes(tensors: Grids, rest: bytes) -> int:
     """Return the bytes after zlib 9 of integers as int8, with a scale per row in fp16."""
     parts = [
         np.clip(one.integers, -128, 127).astype(np.int8).tobytes() + one.row_codes.tobytes() for one in tensors.values()

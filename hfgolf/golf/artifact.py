@@ -48,7 +48,7 @@ from hfgolf.golf.decoder import (
     VERSION,
 )
 from hfgolf.golf.grid import Quantized, entropy_bits
-from hfgolf.golf.quantize import stored
+from hfgolf.golf.quantize import Grids, stored
 from hfgolf.golf.script import config_differences
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.system.errors import UserError
@@ -84,7 +84,7 @@ class Encoded:
     parts: dict[str, float]
 
 
-def model_encoder(model: GolfForCausalLM) -> Callable[[Mapping[str, Quantized]], Encoded]:
+def model_encoder(model: GolfForCausalLM) -> Callable[[Grids], Encoded]:
     """Return a function that encodes a model, given its matrices on their grids. The rest is what it is now."""
     header = config_header(config_differences(model.config))
     # in the order of the state dict, a shared tensor once

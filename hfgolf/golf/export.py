@@ -17,7 +17,6 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from hfgolf.config.sections import GolfSection
@@ -25,7 +24,6 @@ from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.golf.artifact import Encoded, model_encoder
 from hfgolf.golf.certificate import Certificate, certify
 from hfgolf.golf.curvature import Curvature, calibrated_curvature, calibration_batches
-from hfgolf.golf.grid import Quantized
 from hfgolf.golf.ledger import (
     ARTIFACT,
     CERTIFICATE,
@@ -43,7 +41,7 @@ from hfgolf.golf.ledger import (
 )
 from hfgolf.golf.packing import StateCoding, fill, unpacked
 from hfgolf.golf.program import evaluate, load_model, plan_of
-from hfgolf.golf.quantize import QuantizedModel, matrices, require_room, stored
+from hfgolf.golf.quantize import Grids, QuantizedModel, Weights, matrices, require_room, stored
 from hfgolf.golf.source import Source
 from hfgolf.golf.table import table, table_data
 from hfgolf.golf.unpack import state_sha256
@@ -138,7 +136,7 @@ def _export(
     coding = None if isinstance(model, GolfForCausalLM) else StateCoding(model)
     weights = matrices(model) if coding is None else coding.weights
 
-    def encoder() -> Callable[[Mapping[str, Quantized]], Encoded]:
+    def encoder() -> Callable[[Grids], Encoded]:
         return model_encoder(model) if isinstance(model, GolfForCausalLM) else StateCoding(model).encode
 
     require_room(weights, size_of=lambda on_grids: len(encoder()(on_grids).data), **budget)
@@ -253,10 +251,7 @@ def _shape(source: Source) -> Any:
 
 
 def _round_trip_problems(
-    tensors: Mapping[str, Quantized],
-    found: Mapping[str, NDArray[np.float32]],
-    expected: Mapping[str, Any],
-    after: Mapping[str, Any],
+    tensors: Grids, found: Weights, expected: Mapping[str, Any], after: Mapping[str, Any]
 ) -> list[str]:
     """Compare what the artifact decodes to, and what the clean process says, with what this process knows."""
     problems = []

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +23,19 @@ from hfgolf.checkpoint.contents import first_nonfinite
 from hfgolf.config.sections import GolfSection
 from hfgolf.golf.artifact import model_encoder
 from hfgolf.golf.curvature import Curvature, calibrated_curvature
-from hfgolf.golf.grid import MAX_INTEGER, Quantized, round_nearest, steps_of
+from hfgolf.golf.grid import MAX_INTEGER, round_nearest, steps_of
 from hfgolf.golf.ledger import bytes_besides
-from hfgolf.golf.quantize import matrices, plan_steps, quantize_model, require_room, rounded, scale_for_bytes
+from hfgolf.golf.quantize import (
+    Curvatures,
+    SizeOf,
+    Weights,
+    matrices,
+    plan_steps,
+    quantize_model,
+    require_room,
+    rounded,
+    scale_for_bytes,
+)
 from hfgolf.system.errors import UserError
 from hfgolf.train.hooks import Hook
 from hfgolf.train.validation import averaged_weights
@@ -69,12 +79,7 @@ class SizeForecast(Hook):
 
 
 def forecast(
-    weights: Mapping[str, NDArray[np.float32]],
-    curvature: Mapping[str, Curvature],
-    golf: GolfSection,
-    *,
-    overhead_bytes: int,
-    size_of: Callable[[dict[str, Quantized]], int],
+    weights: Weights, curvature: Curvatures, golf: GolfSection, *, overhead_bytes: int, size_of: SizeOf
 ) -> dict[str, float | None]:
     """Forecast an export of these weights. Arguments as in quantize_model; three real codings.
 
@@ -257,14 +262,8 @@ def _choose(run: Run, before: Mapping[str, Any]) -> tuple[dict[str, Any] | None,
             reserve = max(reserve, size - before.get("bytes", size))  # older runs did not keep them
         sizes["overhead_bytes"] += reserve
         try:
-            quantized = quantize_model(
-                weights,
-                _curvature(run),
-                method="nearest",
-                allocation=golf.allocation,
-                budget_bytes=budget_bytes,
-                **sizes,
-            )
+            options: dict[str, Any] = {"method": "nearest", "allocation": golf.allocation}
+            quantized = quantize_model(weights, _curvature(run), budget_bytes=budget_bytes, **options, **sizes)
         except UserError as error:
             return None, str(error)
     size, line = quantized.size_bytes - reserve, "step %d: rounding %d matrices to a grid of %s bytes, D %.4g"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import lzma
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,11 +22,13 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from hfgolf.golf.artifact import Encoded, encode
-from hfgolf.golf.curvature import Curvature, grid_layers, measure_curvature, place, total_loss
-from hfgolf.golf.grid import Quantized
+from hfgolf.golf.curvature import grid_layers, measure_curvature, place, total_loss
 from hfgolf.golf.ledger import ARTIFACT, UNPACK, run_alone
 from hfgolf.golf.quantize import (
+    Curvatures,
+    Grids,
     QuantizedModel,
+    Weights,
     fitting,
     num_changes,
     on_own_grid,
@@ -198,11 +200,11 @@ class StateCoding:
             listed + b"\0" + b"".join(exact), lzma.FORMAT_ALONE, preset=9 | lzma.PRESET_EXTREME
         )
 
-    def encode(self, on_grids: Mapping[str, Quantized]) -> Encoded:
+    def encode(self, on_grids: Grids) -> Encoded:
         """Return the artifact, given matrices on their grids."""
         return encode(self._header, {**self._arrays, **on_grids})
 
-    def kept(self, on_grids: Mapping[str, Quantized], encoded: Encoded) -> dict[str, int]:
+    def kept(self, on_grids: Grids, encoded: Encoded) -> dict[str, int]:
         """Return the bytes of each matrix that is not on a grid."""
         names = [name for name, tensor in self.tensors.items() if tensor.ndim > 1 and name not in on_grids]
         return {name: round(encoded.tensors[name].weights) for name in names}
@@ -210,9 +212,9 @@ class StateCoding:
 
 def fill(
     model: nn.Module,
-    weights: Mapping[str, NDArray[np.float32]],
-    curvature: Mapping[str, Curvature],
-    encoder: Callable[[], Callable[[Mapping[str, Quantized]], Encoded]],
+    weights: Weights,
+    curvature: Curvatures,
+    encoder: Callable[[], Callable[[Grids], Encoded]],
     batches: Iterable[Any],
     *,
     budget_bytes: int,
@@ -233,14 +235,14 @@ def fill(
             " round it."
         )
     encode = encoder()
-    last: tuple[Mapping[str, Quantized], Encoded] | None = None
+    last: tuple[Grids, Encoded] | None = None
 
-    def size_of(on_grids: Mapping[str, Quantized]) -> int:
+    def size_of(on_grids: Grids) -> int:
         nonlocal last  # the result to keep, as a rule
         last = on_grids, encode(on_grids)
         return len(last[1].data)
 
-    def encoded(tensors: Mapping[str, Quantized]) -> Encoded:
+    def encoded(tensors: Grids) -> Encoded:
         return last[1] if last is not None and last[0] is tensors else encode(tensors)
 
     measured = {name: weight for name, weight in weights.items() if name in curvature}

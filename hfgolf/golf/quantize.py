@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,6 +44,13 @@ _DAMPING = 0.01  # of the Hessians of a matrix's inputs and outputs, as a share 
 _EXCESS = 0.02  # of the budget, that integers nearer to zero can take away
 _MAX_CODINGS = 12  # two to four as a rule; the size is nearly smooth in D
 _GOLDEN = (math.sqrt(5) - 1) / 2
+
+Weights = Mapping[str, NDArray[np.float32]]
+"""{parameter name: (outputs, inputs) or (tokens, columns)}: matrices as `matrices` returns them."""
+Grids = Mapping[str, Quantized]
+"""Such matrices on their grids."""
+Curvatures = Mapping[str, Curvature]
+SizeOf = Callable[[Grids], int]
 
 
 def matrices(model: nn.Module) -> dict[str, NDArray[np.float32]]:
@@ -95,10 +103,7 @@ Allocation = dict[str, UnitSteps]
 
 
 def allocate(
-    weights: Mapping[str, NDArray[np.float32]],
-    allocation: str,
-    curvature: Mapping[str, Curvature],
-    feedback: Mapping[str, Feedback] | None,
+    weights: Weights, allocation: str, curvature: Curvatures, feedback: Mapping[str, Feedback] | None
 ) -> Allocation:
     """Return the steps of each matrix at D = 1.
 
@@ -180,11 +185,7 @@ def scale_for_bytes(allocation: Allocation, num_bytes: float) -> float:
 
 
 def plan_steps(
-    weights: Mapping[str, NDArray[np.float32]],
-    curvature: Mapping[str, Curvature],
-    available_bytes: float,
-    method: str,
-    allocation: str,
+    weights: Weights, curvature: Curvatures, available_bytes: float, method: str, allocation: str
 ) -> tuple[Allocation, dict[str, Feedback] | None]:
     """Return the steps at D = 1 and how errors are passed on; None: rounding to nearest.
 
@@ -210,13 +211,9 @@ def _feedback(curvature: Curvature, damping: float) -> Feedback:
 
 
 def rounded(
-    weights: Mapping[str, NDArray[np.float32]],
-    plan: Allocation,
-    scale: float,
-    feedback: Mapping[str, Feedback] | None,
+    weights: Weights, plan: Allocation, scale: float, feedback: Mapping[str, Feedback] | None
 ) -> dict[str, Quantized]:
     """Return all matrices rounded at D = scale. plan, feedback: from plan_steps."""
-
     result = {}
     for name, weight in weights.items():  # with a thread for each of several, they wait for Python's lock
         grid = weight, plan[name].row_codes(scale)
@@ -239,13 +236,7 @@ class QuantizedModel:
     findings: list[str] = field(default_factory=list)
 
 
-def require_room(
-    weights: Mapping[str, NDArray[np.float32]],
-    *,
-    budget_bytes: int,
-    overhead_bytes: int,
-    size_of: Callable[[dict[str, Quantized]], int],
-) -> None:
+def require_room(weights: Weights, *, budget_bytes: int, overhead_bytes: int, size_of: SizeOf) -> None:
     """Raise UserError if not even zeros fit a budget, which is known before anything is measured."""
     zeros = {
         name: Quantized(np.zeros(weight.shape, np.int32), np.full(len(weight), MAX_ROW_CODE, np.uint8))
@@ -259,12 +250,12 @@ def require_room(
 
 
 def quantize_model(
-    weights: Mapping[str, NDArray[np.float32]],
-    curvature: Mapping[str, Curvature],
+    weights: Weights,
+    curvature: Curvatures,
     *,
     budget_bytes: int,
     overhead_bytes: int,
-    size_of: Callable[[dict[str, Quantized]], int],
+    size_of: SizeOf,
     method: str = "gptq",
     allocation: str = "curvature",
     progress: Callable[[str], None] = lambda line: None,
@@ -321,14 +312,7 @@ def quantize_model(
     return replace(best, findings=findings)
 
 
-def on_own_grid(
-    weights: Mapping[str, NDArray[np.float32]],
-    curvature: Mapping[str, Curvature],
-    *,
-    budget_bytes: int,
-    overhead_bytes: int,
-    size_of: Callable[[dict[str, Quantized]], int],
-) -> QuantizedModel | None:
+def on_own_grid(weights: Weights, curvature: Curvatures, *, budget_bytes: int, **sizes: Any) -> QuantizedModel | None:
     """Return matrices that were trained on a grid (golf.qat_fraction), else None. Arguments as in quantize_model.
 
     D is that of SDClip: the mean relative step. If they exceed the budget by little, they are made to fit: to round to
@@ -342,9 +326,7 @@ def on_own_grid(
         tensors[name] = one
     if not any(one.integers.any() for one in tensors.values()):
         return None
-    nearer, size = fitting(
-        tensors, curvature, budget_bytes=budget_bytes, overhead_bytes=overhead_bytes, size_of=size_of
-    )
+    nearer, size = fitting(tensors, curvature, budget_bytes=budget_bytes, **sizes)
     if size > budget_bytes:
         return None
     steps = {
@@ -358,18 +340,13 @@ def on_own_grid(
     return QuantizedModel(nearer, scale, SDCLIP_LEVELS * scale, size, [note])
 
 
-def num_changes(before: Mapping[str, Quantized], after: Mapping[str, Quantized]) -> int:
+def num_changes(before: Grids, after: Grids) -> int:
     """Return how many integers of the same matrices differ."""
     return sum(int((after[name].integers != one.integers).sum()) for name, one in before.items())
 
 
 def fitting(
-    tensors: dict[str, Quantized],
-    curvature: Mapping[str, Curvature],
-    *,
-    budget_bytes: int,
-    overhead_bytes: int,
-    size_of: Callable[[dict[str, Quantized]], int],
+    tensors: dict[str, Quantized], curvature: Curvatures, *, budget_bytes: int, overhead_bytes: int, size_of: SizeOf
 ) -> tuple[dict[str, Quantized], int]:
     """Return matrices and the size of everything. Arguments as in quantize_model.
 
@@ -384,9 +361,7 @@ def fitting(
     return nearer, size
 
 
-def _shrunk(
-    tensors: Mapping[str, Quantized], curvature: Mapping[str, Curvature], num_bytes: float
-) -> dict[str, Quantized]:
+def _shrunk(tensors: Grids, curvature: Curvatures, num_bytes: float) -> dict[str, Quantized]:
     """Return matrices that take num_bytes less by the entropy of each: integers one nearer to zero, where a bit costs
     the least loss. Without curvature, a step costs its square.
     """

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from hfgolf.golf.artifact import TensorBytes
 from hfgolf.golf.curvature import Curvature
 from hfgolf.golf.grid import Quantized, entropy_bits
+from hfgolf.golf.quantize import Curvatures, Grids, Weights
 from hfgolf.system.wording import aligned
 
 HIGH_KURTOSIS = 10.0
@@ -54,12 +55,7 @@ COLUMNS = (
 )
 
 
-def table(
-    weights: Mapping[str, NDArray[np.float32]],
-    tensors: Mapping[str, Quantized],
-    curvature: Mapping[str, Curvature],
-    coded: Mapping[str, TensorBytes],
-) -> list[Row]:
+def table(weights: Weights, tensors: Grids, curvature: Curvatures, coded: Mapping[str, TensorBytes]) -> list[Row]:
     """Return one row per matrix. The first one is where bytes are best spent, the last where they are best taken.
 
     weights: before rounding. coded: the real bytes of each matrix.
@@ -110,9 +106,7 @@ def table_text(rows: Sequence[Row]) -> str:
     return aligned(lines, "l" + "r" * len(COLUMNS))
 
 
-def _row(
-    name: str, weight: NDArray[np.float32], one: Quantized, curvature: Curvature, coded: TensorBytes
-) -> dict[str, Any]:
+def _row(name: str, weight: NDArray[np.float32], one: Quantized, curvature: Curvature, coded: TensorBytes) -> Row:
     exact = weight.astype(np.float64)
     error = one.dequantized() - exact
     rms = np.sqrt(np.square(exact).mean(axis=1, keepdims=True))

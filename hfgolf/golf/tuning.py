@@ -9,13 +9,12 @@ modules.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
@@ -23,6 +22,7 @@ from transformers.pytorch_utils import Conv1D
 from hfgolf.evaluate.context import evaluation_mode
 from hfgolf.golf.curvature import grid_layers, place, summed_loss
 from hfgolf.golf.grid import MAX_INTEGER, Quantized
+from hfgolf.golf.quantize import Grids, Weights
 from hfgolf.system.hardware import fast_product_dtype
 
 RATE = 0.01  # of Adam, as a share of the RMS of each vector, falling linearly to 0
@@ -32,12 +32,7 @@ TEXT = 0.3  # weight of the loss on the text, beside the divergence from the exa
 HELD_OUT = 8  # one batch of so many tells whether it helped
 
 
-def tune(
-    model: nn.Module,
-    weights: Mapping[str, NDArray[np.float32]],
-    tensors: Mapping[str, Quantized],
-    batches: Iterable[Any],
-) -> dict[str, Quantized] | None:
+def tune(model: nn.Module, weights: Weights, tensors: Grids, batches: Iterable[Any]) -> dict[str, Quantized] | None:
     """Train matrices on their grids and the vectors of a model, one step per batch. Return the matrices.
 
     weights, tensors: {parameter name: (outputs, inputs)}, before and after rounding. Their steps stay as they are.
@@ -86,9 +81,7 @@ class _Student:
     name: in fp32}, as bf16 would lose small steps.
     """
 
-    def __init__(
-        self, model: nn.Module, weights: Mapping[str, NDArray[np.float32]], tensors: Mapping[str, Quantized]
-    ) -> None:
+    def __init__(self, model: nn.Module, weights: Weights, tensors: Grids) -> None:
         self._loss = _Loss(model)
         layers = {name: layer for layer, name in grid_layers(model).items()}
         self._transposed = {name for name in tensors if isinstance(layers[name], Conv1D)}
