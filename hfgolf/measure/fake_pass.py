@@ -63,7 +63,7 @@ def pass_bytes(
     precision: str,
     checkpointing: bool,
     device: str,
-    frozen: tuple[str, ...] = (),
+    frozen: tuple[str, ...],
 ) -> tuple[int, int]:
     """Return the bytes of a pass over `batch` sequences that live between forward and backward pass, and the peak.
 
@@ -79,29 +79,23 @@ def pass_bytes(
     if not attention_contexts(config, sequence) and sequence > row:
         rows, sequence = -(-sequence // row), row
     shape = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    one = _measure(shape, rows, sequence, precision, checkpointing, device, frozen)
+    one = _measure(shape, (rows, sequence), precision, checkpointing, device, frozen)
     if batch == 1:
         return one
-    two = _measure(shape, 2 * rows, sequence, precision, checkpointing, device, frozen)
+    two = _measure(shape, (2 * rows, sequence), precision, checkpointing, device, frozen)
     kept, peak = (first + (batch - 1) * (second - first) for first, second in zip(one, two, strict=True))
     return kept, peak
 
 
 @lru_cache(maxsize=32)
 def _measure(
-    shape: str,
-    batch: int,
-    sequence: int,
-    precision: str,
-    checkpointing: bool,
-    device: str,
-    frozen: tuple[str, ...],
+    shape: str, tokens: tuple[int, int], precision: str, checkpointing: bool, device: str, frozen: tuple[str, ...]
 ) -> tuple[int, int]:
     fields = json.loads(shape)
     config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     try:
         with _quiet(), FakeTensorMode(), torch.device(device), torch.random.fork_rng([]):
-            return _run(config, (batch, sequence), precision, checkpointing, device, frozen)
+            return _run(config, tokens, precision, checkpointing, device, frozen)
     except Exception as error:  # whatever an operator without fake tensors raises
         _warn(config.model_type, first_line(error)[:150])
         return 0, 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +45,8 @@ def token_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     - The two matmuls of attention cost 6 * width * context per layer. That is half of PaLM's count (Chowdhery et al.
       2022, appendix B), because causal attention only needs half of the scores.
     - Norms, activations, softmax and the optimizer are not counted, as in PaLM and in torch's FlopCounterMode.
-    - A frozen weight has no gradient: 4 FLOPs, or 2 if nothing before it is trained. Attention counts alike.
+    - A frozen weight has no gradient: 4 FLOPs, or 2 if nothing before it is trained. Of attention, 2 of the 6 are
+      forward, and 4 backward in the layers that gradients reach.
     - Recomputation is each block's forward pass, for Golf without its last matmul: the backward pass does not need its
       result, so torch.utils.checkpoint stops before it.
     - Of a stack of experts, a token multiplies those that it is routed to. The routers are not counted, nor what a
@@ -66,7 +66,8 @@ def token_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
     matrices += [(factors[f"{name}.weight"], module.weight.numel()) for name, module in convolutions]
     contexts = attention_contexts(config, sequence_length) if order is None else [sequence_length] * len(order)
     attention = getattr(config, "num_attention_heads", 0) * head_size(config) * sum(contexts)
-    recomputed = sum(size for _, size in matrices)
+    recomputed = all_sizes = sum(size for _, size in matrices)
+    reached = sum(size for factor, size in matrices if factor > 2)  # by gradients
     if order is not None:
         outside = (p for name, p in model.named_parameters() if kinds[name] == "matrix" and ".layers." not in name)
         recomputed -= sum(p.numel() for p in outside)
@@ -74,7 +75,7 @@ def token_flops(model: PreTrainedModel, sequence_length: int) -> TokenFlops:
         recomputed -= 0 if is_scaled else len(order) * config.hidden_size * config.intermediate_size
     return TokenFlops(
         matrices=sum(factor * size for factor, size in matrices),
-        attention=_of_attention(matrices) * attention,
+        attention=(2.0 + 4.0 * reached / (all_sizes or 1.0)) * attention,
         head=0.0 if head is None else _of_head(model) * head.weight.numel(),
         recomputation=2.0 * recomputed + 2.0 * attention,
     )
@@ -93,12 +94,6 @@ def _of_head(model: PreTrainedModel) -> float:
     """Return those of the head, which may be the embedding, too."""
     flows = any(parameter.requires_grad for parameter in model.parameters())
     return 2.0 + 2.0 * flows + 2.0 * model.get_output_embeddings().weight.requires_grad
-
-
-def _of_attention(matrices: Sequence[tuple[float, float]]) -> float:
-    """Return the FLOPs per product of attention: two forward, and four backward in the layers that gradients reach."""
-    reached = sum(size for factor, size in matrices if factor > 2)
-    return 2.0 + 4.0 * reached / (sum(size for _, size in matrices) or 1.0)
 
 
 def head_size(config: Any) -> int:

@@ -134,13 +134,13 @@ def run_memory(
         in_out = layout(model).get("in_out", ())
         rows = sum(num_outputs({"in_out": name in in_out}, p) for name, p in of_muon.items())
     if isinstance(model, GolfForCausalLM):
-        passes = _golf_pass(config, model, micro_batch_size, matrices, device)
-        update = _orthogonalization_bytes(model.config, device)
+        passes, golf = _golf_pass(config, model, micro_batch_size, matrices, device), model.config
+        ups = 2 if golf.activation == "swiglu" else 1
+        largest = golf.num_hidden_layers * golf.hidden_size * max(4 * golf.hidden_size, ups * golf.intermediate_size)
     else:
         passes, is_sharded = _fake_pass(config, model, micro_batch_size, device), False
         largest = max((number * shape.numel() for shape, number in trained_shapes.items()), default=0)
-        update = _bucket_bytes(largest, device)
-    update = update if optim.name == "muon" else 0
+    update = _bucket_bytes(largest, device) if optim.name == "muon" else 0
     if optim.cautious_weight_decay:  # a copy of the matrices, and two tensors for their change
         update = 4 * trained_matrices + max(update, 8 * trained_matrices)
     kept_numbers = {"muon": 2 * trained - trained_matrices, "adamw": 2 * trained, "sgd": trained}
@@ -360,13 +360,6 @@ def _chunk_bytes(model: GolfConfig, tokens: int, half: bool, device: str, max_el
     head = model.vocab_size * model.hidden_size
     summand = 6 if device == "cpu" else 2  # 16-bit; a CPU also makes an fp32 copy to add it
     return 2 * head + max(logits, 6 * rows * model.vocab_size + summand * head)
-
-
-def _orthogonalization_bytes(model: GolfConfig, device: str) -> int:
-    """Return the memory of Newton-Schulz for the largest bucket of equal matrices."""
-    ups = 2 if model.activation == "swiglu" else 1
-    elements = model.num_hidden_layers * model.hidden_size * max(4 * model.hidden_size, ups * model.intermediate_size)
-    return _bucket_bytes(elements, device)
 
 
 def _bucket_bytes(elements: int, device: str) -> int:
