@@ -78,6 +78,8 @@ def export_gguf(model: str, output: Path, quantization: str) -> str:
     """
     if find_spec("gguf") is None:
         raise UserError("--to gguf: needs the package gguf; run `pip install gguf`.")
+    from gguf import GGUFWriter
+
     original, tokenizer = load_exported(model)
     card = read_card(model)
     native, sentence = converted(original.cpu(), "native", tokenizer(card, verbose=False)["input_ids"])
@@ -85,7 +87,16 @@ def export_gguf(model: str, output: Path, quantization: str) -> str:
     partial = output.with_name(f".partial-{output.name}")
     try:
         with writing("--output", output):
-            _write(native, tokenizer, fields, partial, output.stem, quantization)
+            writer = GGUFWriter(partial, native.config.model_type)
+            writer.add_name(output.stem)
+            _add_shape(writer, native, quantization)
+            _add_tokenizer(writer, fields, tokenizer, native.config.bos_token_id)
+            for name, tensor in _tensors(native).items():
+                _add_tensor(writer, name, tensor, quantization)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_tensors_to_file()
+            writer.close()
             replace_file(partial, output)
     finally:
         partial.unlink(missing_ok=True)
@@ -120,28 +131,6 @@ def gguf_fields(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> G
         if not is_known:
             raise UserError(f"--to gguf: llama.cpp has no {config.model_type} with {setting}.")
     return gguf_tokenizer(tokenizer, config.vocab_size)
-
-
-def _write(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    fields: GgufTokenizer,
-    path: Path,
-    name: str,
-    quantization: str,
-) -> None:
-    from gguf import GGUFWriter
-
-    writer = GGUFWriter(path, model.config.model_type)
-    writer.add_name(name)
-    _add_shape(writer, model, quantization)
-    _add_tokenizer(writer, fields, tokenizer, model.config.bos_token_id)
-    for tensor_name, tensor in _tensors(model).items():
-        _add_tensor(writer, tensor_name, tensor, quantization)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def _add_shape(writer: GGUFWriter, model: PreTrainedModel, quantization: str) -> None:

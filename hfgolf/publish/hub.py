@@ -18,6 +18,7 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 from hfgolf.publish.model_card import gguf_card
 from hfgolf.system.command import own_command, run_command
@@ -75,18 +76,11 @@ def push_folder(
     return url if said is None else f"{url} as {said}"
 
 
-def push_gguf(
-    file: Path,
-    repo_id: str,
-    private: bool,
-    message: str,
-    base_model: str | None,
-    revision: str | None = None,
-    tag: str | None = None,
-) -> str:
+def push_gguf(file: Path, repo_id: str, base_model: str | None, **how: Any) -> str:
     """Upload a GGUF file and a card to a repository of its own, and return that repository's URL.
 
-    base_model: the repository of the model that it was made from. The rest is as for push_folder.
+    base_model: the repository of the model that it was made from. how: private, message, revision and tag, as of
+    push_folder.
     """
     with file.open("rb") as content:
         if content.read(4) != b"GGUF":
@@ -94,7 +88,7 @@ def push_gguf(
     with tempfile.TemporaryDirectory() as scratch:
         card = Path(scratch) / "README.md"
         card.write_text(gguf_card(file.name, repo_id, base_model), encoding="utf-8")
-        return _upload(card, [card, file], repo_id, private, message, revision, tag)
+        return _upload(card, [card, file], repo_id, **how)
 
 
 def with_current_code(files: list[Path]) -> list[Path]:
@@ -122,7 +116,8 @@ def _upload(
             api.create_branch(url.repo_id, branch=revision, revision=first_commit, exist_ok=True)
         set_location(card, url.repo_id, revision)
         # not upload_folder, which splits a push into several commits
-        operations = [CommitOperationAdd(_place(path), path) for path in files]
+        places = [f"{_RESULTS}/{path.name}" if path.parent.name == _RESULTS else path.name for path in files]
+        operations = [*map(CommitOperationAdd, places, files)]
         done = api.create_commit(url.repo_id, operations, commit_message=message, revision=revision)
         if tag:
             api.create_tag(url.repo_id, tag=tag, revision=done.oid)
@@ -132,11 +127,6 @@ def _upload(
         hint = "check the name and the network, and log in with `hf auth login`"
         raise UserError(f"cannot push to {repo_id}: {_reason(error)}; {hint}.") from None
     return f"{url}/tree/{revision}" if revision else str(url)
-
-
-def _place(path: Path) -> str:
-    """Return the path of a file in its repository."""
-    return f"{_RESULTS}/{path.name}" if path.parent.name == _RESULTS else path.name
 
 
 def set_location(path: Path, location: str, revision: str | None = None) -> None:
