@@ -5,15 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hfgolf import palette
+from hfgolf.compare.comparison import Comparison
+from hfgolf.compare.experiment import Experiment
+from hfgolf.compare.outcome import Outcome
 from hfgolf.compare.statistics import Curve, numbers
-
-if TYPE_CHECKING:
-    from hfgolf.compare.comparison import Comparison
-    from hfgolf.compare.experiment import Experiment
-    from hfgolf.compare.outcome import Outcome
 
 _COLORS = (palette.BLACK, *palette.LINES[:6])
 _DASHES = ("-", "--", "-.", ":")

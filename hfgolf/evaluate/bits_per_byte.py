@@ -6,17 +6,14 @@ import gzip
 import lzma
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
+from hfgolf.data.token_cache import TokenCache
+from hfgolf.data.token_stream import Stream
 from hfgolf.data.tokenizer import decode_texts, document_start
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-    from hfgolf.data.token_cache import TokenCache
-    from hfgolf.data.token_stream import Stream
 
 MAX_BYTES = 2**20  # xz takes about a second
 _XZ_9E = [{"id": lzma.FILTER_LZMA2, "preset": 9 | lzma.PRESET_EXTREME, "dict_size": MAX_BYTES}]  # else it takes 0.7 GB

@@ -5,15 +5,18 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from hfgolf.data.batches import Batch, device_prefetch, evaluation_extent
 from hfgolf.data.mixture import MixedStream
+from hfgolf.data.token_stream import Stream
 from hfgolf.data.tokenizer import document_start, text_start
 from hfgolf.evaluate.bits_per_byte import Evaluation
 from hfgolf.evaluate.context import evaluation_mode, uncompiled
@@ -21,12 +24,6 @@ from hfgolf.evaluate.token_bytes import bytes_per_token
 from hfgolf.evaluate.windows import IGNORED, Plan, batches, plan_windows, zero_nats
 from hfgolf.model.causal_lm import takes_shift_labels
 from hfgolf.system.errors import UserError
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
-
-    from hfgolf.data.token_stream import Stream
 
 
 def evaluate_loss(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from transformers.generation.streamers import BaseStreamer
 
 from hfgolf.data.chat import ConversationEncoder, stop_ids
@@ -16,9 +16,6 @@ from hfgolf.data.documents import Messages
 from hfgolf.data.tokenizer import text_start
 from hfgolf.evaluate.context import evaluation_mode, max_positions, require_embedded
 from hfgolf.system.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FOR_ANY_LENGTH = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """The kernels of SDPA without cuDNN's, which takes a tenth of a second to plan for each new length of the KV cache."""

@@ -7,18 +7,13 @@ here; for one that only replaces characters, such as capital letters, the token 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
+from transformers import PreTrainedTokenizerFast
 
 from hfgolf.data.sentencepiece_model import SPACE
+from hfgolf.data.token_stream import Stream
 from hfgolf.data.tokenizer import document_start, entry_bytes
 from hfgolf.system.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
-    from hfgolf.data.token_stream import Stream
 
 _MAX_TOKEN_BYTES = 2**16 - 1
 

@@ -13,27 +13,24 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from datasets import Dataset
 from tokenizers.decoders import DecodeStream
+from transformers import PreTrainedTokenizerFast
 
+from hfgolf.data.batches import Stream
 from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.corpus import Corpus
 from hfgolf.data.pieces import ROWS_PER_BATCH
+from hfgolf.data.token_cache import TokenCache
 from hfgolf.data.tokenizer import document_start, embedding_rows, tokenizer_sha256
 from hfgolf.evaluate.token_bytes import bytes_per_token, challenge_bytes
 from hfgolf.evaluate.windows import IGNORED, Plan, as_fp64, score
 from hfgolf.system.durable import write_text
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import count_of
-
-if TYPE_CHECKING:
-    from datasets import Dataset
-    from transformers import PreTrainedTokenizerFast
-
-    from hfgolf.data.batches import Stream
-    from hfgolf.data.token_cache import TokenCache
 
 Searched = Literal["training", "calibration"]
 """The text that was searched for validation documents."""

@@ -14,10 +14,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hfgolf.config.sections import GolfSection
 from hfgolf.evaluate.token_bytes import bytes_per_token
@@ -50,10 +51,6 @@ from hfgolf.publish.export import export_model
 from hfgolf.publish.model_card import with_golf_size
 from hfgolf.system.durable import new_folder, write_bytes, write_text
 from hfgolf.system.errors import UserError, writing
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 
 _TOKENS_PER_STEP = 512  # of the tuning after rounding
 

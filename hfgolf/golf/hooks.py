@@ -10,7 +10,7 @@ import logging
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -38,10 +38,8 @@ from hfgolf.golf.quantize import (
 )
 from hfgolf.system.errors import UserError
 from hfgolf.train.hooks import Hook
+from hfgolf.train.run import Run
 from hfgolf.train.validation import averaged_weights
-
-if TYPE_CHECKING:
-    from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 
 from hfgolf.data.batches import Stream, evaluation_extent
@@ -22,9 +23,6 @@ from hfgolf.evaluate.windows import IGNORED, Plan, batches
 from hfgolf.golf.learner import Learner
 from hfgolf.golf.legality import Predict, Reader, guarded
 from hfgolf.system.errors import UserError
-
-if TYPE_CHECKING:
-    from accelerate import Accelerator
 
 Logits = Callable[[Tensor], Tensor]
 """Input ids (B, T) -> logits (B, T, V), causally."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
+
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from hfgolf.checkpoint.identity import Change, changed_keys, differences, read_identity, rule, text_changes
 from hfgolf.checkpoint.store import newest_first
@@ -28,9 +30,6 @@ from hfgolf.run.metrics import read_metrics
 from hfgolf.run.record import read_json, read_summary
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import count_of
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -36,9 +36,7 @@ from hfgolf.system.wording import join_words, labeled
 from hfgolf.train.hooks import Hook
 from hfgolf.train.init_from import weights_sha256
 from hfgolf.train.process import processes
-
-if TYPE_CHECKING:
-    from hfgolf.train.run import Run
+from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -5,14 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hfgolf.doctor.doctor import Doctor, in_order
 from hfgolf.system.wording import one_line
 from hfgolf.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from hfgolf.train.run import Run
+from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 

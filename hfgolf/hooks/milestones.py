@@ -10,22 +10,20 @@ import logging
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hfgolf.checkpoint.state import TrainState
 from hfgolf.config.milestones import Milestone, milestone
+from hfgolf.config.sections import BatchSection
 from hfgolf.data.words import Words, count_words
 from hfgolf.hooks.push import export_now
+from hfgolf.publish.hub import HubPusher
 from hfgolf.system.errors import UserError
 from hfgolf.system.ranks import decide
 from hfgolf.system.wording import count_of, join_words, labeled
 from hfgolf.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from hfgolf.checkpoint.state import TrainState
-    from hfgolf.config.sections import BatchSection
-    from hfgolf.publish.hub import HubPusher
-    from hfgolf.train.meter import StepResult
-    from hfgolf.train.run import Run
+from hfgolf.train.meter import StepResult
+from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError
 
@@ -18,11 +18,9 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.wording import one_line
 from hfgolf.train.finish import exported_form
 from hfgolf.train.hooks import Hook
+from hfgolf.train.meter import StepResult
+from hfgolf.train.run import Run
 from hfgolf.train.validation import exported_weights
-
-if TYPE_CHECKING:
-    from hfgolf.train.meter import StepResult
-    from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 

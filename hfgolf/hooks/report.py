@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from hfgolf.report.report import render_page, write_report
 from hfgolf.run.metrics import Metrics
@@ -14,9 +14,7 @@ from hfgolf.run.record import RunRecord, read_run
 from hfgolf.system.durable import write_text
 from hfgolf.system.wording import one_line
 from hfgolf.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from hfgolf.train.run import Run
+from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 

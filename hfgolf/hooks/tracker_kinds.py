@@ -11,16 +11,14 @@ import os
 import uuid
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker
 
+from hfgolf.config.sections import RunConfig
 from hfgolf.system.redact import redact
 from hfgolf.system.wording import one_line
-
-if TYPE_CHECKING:
-    from hfgolf.config.sections import RunConfig
 
 logger = logging.getLogger(__name__)
 

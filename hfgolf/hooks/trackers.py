@@ -15,7 +15,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
 
@@ -24,11 +25,7 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.redact import redact, redact_values
 from hfgolf.system.wording import one_line
 from hfgolf.train.hooks import Hook
-
-if TYPE_CHECKING:
-    from pathlib import Path
-
-    from hfgolf.train.run import Run
+from hfgolf.train.run import Run
 
 logger = logging.getLogger(__name__)
 

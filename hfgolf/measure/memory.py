@@ -17,27 +17,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import psutil
 import torch
+from transformers import PreTrainedModel
 
 from hfgolf.config.sections import BatchSection, ModelSection, OptimSection, RunConfig, TrainSection
 from hfgolf.measure.fake_pass import pass_bytes
 from hfgolf.model.causal_blocks import NAME as CAUSAL_BLOCKS
 from hfgolf.model.causal_blocks import QUERIES_PER_BLOCK
 from hfgolf.model.causal_lm import takes_shift_labels
+from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.layers_golf import layer_order
 from hfgolf.model.modeling_golf import GolfForCausalLM, default_chunk_elements
 from hfgolf.optim.layout import layout, parameter_kinds
 from hfgolf.optim.muon import DEFAULT_MAX_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS
 from hfgolf.optim.state import num_outputs
 from hfgolf.system.errors import UserError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from hfgolf.model.configuration_golf import GolfConfig
 
 logger = logging.getLogger(__name__)
 
