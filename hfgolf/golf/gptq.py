@@ -22,6 +22,10 @@ from numpy.typing import NDArray
 
 from hfgolf.golf.grid import MAX_INTEGER, Quantized, steps_of
 
+Floats = NDArray[np.float64]
+Integers = NDArray[np.int32]
+Codes = NDArray[np.uint8]
+
 _BLOCK = 128  # columns whose errors are passed on inside the block first, and to all later columns by one product
 _ROWS = 64  # the same of rows
 _SWEEPS = 3  # of coordinate descent over the columns
@@ -39,29 +43,29 @@ class Feedback:
     """
 
     order: NDArray[np.intp]
-    upper: NDArray[np.float64]
-    hessian: NDArray[np.float64]
+    upper: Floats
+    hessian: Floats
     added: float
     rows: Feedback | None = None
 
-    def weights(self) -> NDArray[np.float64]:
+    def weights(self) -> Floats:
         """Return 1 / U[j, j]**2 by column: the curvature along a column when all later ones adapt to it."""
         weights = np.empty(len(self.order))
         weights[self.order] = np.diag(self.upper) ** -2.0
         return weights
 
-    def diagonal(self) -> NDArray[np.float64]:
+    def diagonal(self) -> Floats:
         """Return the diagonal of the damped hessian, (columns,)."""
         return np.diag(self.hessian) + self.added
 
-    def times(self, values: NDArray[np.float64]) -> NDArray[np.float64]:
+    def times(self, values: Floats) -> Floats:
         """Return the damped hessian times values (columns, any)."""
         product = self.hessian @ values
         product += self.added * values
         return product
 
 
-def error_feedback(hessian: NDArray[np.float64], damping: float = 0.01) -> Feedback:
+def error_feedback(hessian: Floats, damping: float = 0.01) -> Feedback:
     """Return the Feedback of a hessian (columns, columns). damping: added to the diagonal, as a share of its mean.
 
     A column whose input is always zero has the damping alone, so it neither gives nor takes. Without any input, every
@@ -77,7 +81,7 @@ def error_feedback(hessian: NDArray[np.float64], damping: float = 0.01) -> Feedb
     return Feedback(order, np.triu(np.linalg.inv(inverse_upper)), hessian, added)
 
 
-def round_with_feedback(weight: NDArray[np.floating], row_codes: NDArray[np.uint8], feedback: Feedback) -> Quantized:
+def round_with_feedback(weight: NDArray[np.floating], row_codes: Codes, feedback: Feedback) -> Quantized:
     """Round a matrix (rows, columns) to its grid, in fp64: with feedback, then by coordinate descent."""
     if feedback.rows is None:
         grid = _round_columns(weight, row_codes, feedback)
@@ -87,7 +91,7 @@ def round_with_feedback(weight: NDArray[np.floating], row_codes: NDArray[np.uint
     return grid
 
 
-def _round_columns(weight: NDArray[np.floating], row_codes: NDArray[np.uint8], feedback: Feedback) -> Quantized:
+def _round_columns(weight: NDArray[np.floating], row_codes: Codes, feedback: Feedback) -> Quantized:
     """Round with feedback to later columns, in blocks of them."""
     order, upper = feedback.order, feedback.upper
     rows, columns = weight.shape
@@ -106,9 +110,7 @@ def _round_columns(weight: NDArray[np.floating], row_codes: NDArray[np.uint8], f
     return grid
 
 
-def _round_both_ways(
-    weight: NDArray[np.floating], row_codes: NDArray[np.uint8], columns: Feedback, rows: Feedback
-) -> Quantized:
+def _round_both_ways(weight: NDArray[np.floating], row_codes: Codes, columns: Feedback, rows: Feedback) -> Quantized:
     """Round with feedback to later columns and rows, in blocks of both."""
     num_rows, num_columns = weight.shape
     grid = Quantized(np.empty((num_rows, num_columns), dtype=np.int32), row_codes)
@@ -132,12 +134,8 @@ def _round_both_ways(
 
 
 def _round_block(
-    left: NDArray[np.float64],
-    above: NDArray[np.float64],
-    steps: NDArray[np.float64],
-    to_columns: NDArray[np.float64],
-    to_rows: NDArray[np.float64],
-) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    left: Floats, above: Floats, steps: Floats, to_columns: Floats, to_rows: Floats
+) -> tuple[Floats, Floats, Floats]:
     """Return the integers, the errors that go to later rows, and those that go to later columns. steps: (rows,).
 
     An entry waits for those before it in its row and in its column. So the entries on one antidiagonal are independent,
@@ -173,7 +171,7 @@ def _descend(grid: Quantized, weight: NDArray[np.floating], feedback: Feedback) 
             break
 
 
-def _slopes(errors: NDArray[np.float64], feedback: Feedback) -> tuple[NDArray[np.float64], float]:
+def _slopes(errors: Floats, feedback: Feedback) -> tuple[Floats, float]:
     """Return half the slope of the loss along each weight, transposed, (columns, rows), and the loss.
 
     errors: (rows, columns). Half the slope is A E B.
@@ -183,13 +181,7 @@ def _slopes(errors: NDArray[np.float64], feedback: Feedback) -> tuple[NDArray[np
     return slopes, float(np.einsum("rc,cr->", errors, slopes))
 
 
-def _sweep(
-    integers: NDArray[np.int32],
-    steps: NDArray[np.float64],
-    slopes: NDArray[np.float64],
-    feedback: Feedback,
-    least_gain: float,
-) -> bool:
+def _sweep(integers: Integers, steps: Floats, slopes: Floats, feedback: Feedback, least_gain: float) -> bool:
     """Change integers (rows, columns), column after column, in place. Return whether any has changed.
 
     steps: (rows,). slopes: (columns, rows), from _slopes; those of a block's columns learn of changes in the block when
@@ -216,12 +208,7 @@ def _sweep(
     return any_changed
 
 
-def _best_changes(
-    slope: NDArray[np.float64],
-    step: NDArray[np.float64],
-    integers: NDArray[np.int32] | NDArray[np.float64],
-    curvature: NDArray[np.float64] | float,
-) -> NDArray[np.float64]:
+def _best_changes(slope: Floats, step: Floats, integers: Integers | Floats, curvature: Floats | float) -> Floats:
     """Return the whole change of each integer of a column (rows,) that lowers the loss most if no other changes.
 
     slope, step, integers: (rows,). curvature: of the loss along the weights, half of it like slope; (rows,) or of all.
@@ -231,13 +218,8 @@ def _best_changes(
 
 
 def _changes_in_turn(
-    slope: NDArray[np.float64],
-    step: NDArray[np.float64],
-    integers: NDArray[np.int32],
-    of_column: float,
-    rows: Feedback,
-    least_gain: float,
-) -> NDArray[np.float64]:
+    slope: Floats, step: Floats, integers: Integers, of_column: float, rows: Feedback, least_gain: float
+) -> Floats:
     """Return changes of a column's integers (rows,), made one after the other: the one that lowers the loss most first.
 
     slope, step, integers: (rows,). of_column: the diagonal of the columns' damped hessian there.
@@ -256,7 +238,7 @@ def _changes_in_turn(
         slope[row] += rows.added * moved[row] * of_column
 
 
-def _sparse_times(rows: Feedback, moved: NDArray[np.float64], changed: NDArray[np.intp]) -> NDArray[np.float64]:
+def _sparse_times(rows: Feedback, moved: Floats, changed: NDArray[np.intp]) -> Floats:
     """Return the damped hessian of rows times moved (rows,), which is zero but at changed."""
     product = moved[changed] @ rows.hessian[changed]
     product[changed] += rows.added * moved[changed]
