@@ -166,8 +166,9 @@ def verdict(diffs: list[Diff], steps: int, is_exact: bool) -> tuple[bool, str]:
         return True, "bitwise identical"
     broken: dict[int, dict[str, list[str]]] = {}  # {step: {what: names}}
     for diff in diffs:
+        tolerance = _TOLERATED.get(diff.what, _TOLERATED["weights"] if diff.what.endswith(_TENSOR_SUFFIXES) else 0)
         for name, difference in diff.differences.items():
-            if is_exact or difference > _tolerance(diff.what):
+            if is_exact or difference > tolerance:
                 step = int(name.removeprefix("step ")) if name.startswith("step ") else steps
                 broken.setdefault(step, {}).setdefault(diff.what, []).append(name)
     if not broken:
@@ -175,10 +176,6 @@ def verdict(diffs: list[Diff], steps: int, is_exact: bool) -> tuple[bool, str]:
     first = min(broken)
     parts = [what if names == [f"step {first}"] else f"{what} ({names[0]})" for what, names in broken[first].items()]
     return False, f"DIFFERENT at step {first}: {', '.join(parts)}"
-
-
-def _tolerance(what: str) -> float:
-    return _TOLERATED.get(what, _TOLERATED["weights"] if what.endswith(_TENSOR_SUFFIXES) else 0)
 
 
 def _contents(path: Path) -> Contents:

@@ -183,10 +183,9 @@ def rescore_folder(
         for entry, found in zip(told["files"], ledger["files"], strict=True)
         if (entry["bytes"], entry["sha256"]) != (found["bytes"], found["sha256"])
     ]
-    problem = (
-        None if problems else budget_problem(ledger) or _program_problem(folder) or _text_problem(folder, raw_files)
-    )
-    problems += [problem] if problem else []
+    if not problems:
+        problem = budget_problem(ledger) or _program_problem(folder) or _text_problem(folder, raw_files)
+        problems += [problem] if problem else []
     if problems:
         return {}, problems
     settings = {name: told["settings"].get(name, default) for name, default in EVALUATION.items()}
@@ -196,12 +195,11 @@ def rescore_folder(
     figures = rescore(folder, *used.values())
     if figures["sha256"] != told["weights_sha256"]:
         problems.append(f"{folder / ARTIFACT} decodes to other weights than the ledger states.")
-    if used == settings:
-        problems += [
-            f"The score is {figures[name]} {name}, but the ledger states {told['after'].get(name)}."
-            for name in ("nats", "tokens", "bytes", "bpb")
-            if not _is_close(figures[name], told["after"].get(name), bool(settings["adapt_rate"]))
-        ]
+    tolerance = _ADAPTED_TOLERANCE if settings["adapt_rate"] else _RELATIVE_TOLERANCE
+    for name in ("nats", "tokens", "bytes", "bpb") if used == settings else ():
+        stated = told["after"].get(name)
+        if not (isinstance(stated, int | float) and math.isclose(figures[name], stated, rel_tol=tolerance)):
+            problems.append(f"The score is {figures[name]} {name}, but the ledger states {stated}.")
     figures |= {
         "counted_bytes": ledger["totals"][told["count"]],
         "all_bytes": ledger["totals"]["everything"],
@@ -221,11 +219,6 @@ def require_plain_files(folder: Path) -> None:
                 f"{path} is a link, a pipe, a socket or a device, which no export writes; name a folder that `hfgolf"
                 " golf export` wrote."
             )
-
-
-def _is_close(found: float, told: Any, is_adapted: bool) -> bool:
-    tolerance = _ADAPTED_TOLERANCE if is_adapted else _RELATIVE_TOLERANCE
-    return isinstance(told, int | float) and math.isclose(found, told, rel_tol=tolerance)
 
 
 def _read_told(folder: Path) -> dict[str, Any]:
