@@ -30,11 +30,7 @@ _DTYPES = {"no": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def evaluate_tasks(
-    model: str,
-    tasks: list[str],
-    batch_size: int | None = None,
-    sequence_length: int | None = None,
-    mixed_precision: str | None = None,
+    model: str, tasks: list[str], batch_size: int | None, sequence_length: int | None, mixed_precision: str | None
 ) -> tuple[str, dict[str, dict[str, Any]], str]:
     """Evaluate a model, by what `find_model` takes, on lm-eval's tasks. Code next to the weights never runs.
 

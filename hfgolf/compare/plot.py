@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from hfgolf import palette
-from hfgolf.compare.comparison import Comparison
+from hfgolf.compare.comparison import Comparison, Outcomes
 from hfgolf.compare.experiment import Experiment
-from hfgolf.compare.outcome import Outcome
 from hfgolf.compare.statistics import Curve, numbers
 
 _COLORS = (palette.BLACK, *palette.LINES[:6])
@@ -18,12 +17,7 @@ _DASHES = ("-", "--", "-.", ":")
 
 
 @palette.style()
-def draw(
-    comparison: Comparison,
-    outcomes: Mapping[str, Mapping[int, Outcome]],
-    path: Path,
-    experiment: Experiment | None = None,
-) -> None:
+def draw(comparison: Comparison, outcomes: Outcomes, path: Path, experiment: Experiment | None = None) -> None:
     """Write the plot as PNG: means over the seeds, with bands from the lowest to the highest.
 
     Only the best arm of a grid has curves. If the grid's first axis is numeric, a panel shows the final losses of all

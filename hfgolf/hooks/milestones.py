@@ -93,10 +93,7 @@ class Milestones(Hook):
 
 
 def due_steps(
-    milestones: Sequence[Milestone],
-    batch: BatchSection,
-    state: TrainState,
-    read_words: Callable[[int], float] | None,
+    milestones: Sequence[Milestone], batch: BatchSection, state: TrainState, read_words: Callable[[int], float] | None
 ) -> dict[str, int]:
     """Return {name: the first step after which so much has been read} of the milestones that are ahead, by step.
 

@@ -93,46 +93,34 @@ def _measure(
 ) -> tuple[int, int]:
     fields = json.loads(shape)
     config = CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    live = LiveBytes()
+    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
     try:
         with _quiet(), FakeTensorMode(), torch.device(device), torch.random.fork_rng([]):
-            return _run(config, tokens, precision, checkpointing, device, frozen)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).train()
+            add_loss(model)
+            if checkpointing:
+                checkpoint_layers(model)
+            for name in frozen:
+                model.get_parameter(name).requires_grad_(False)
+            for tensor in (*model.parameters(), *model.buffers()):
+                live.note(tensor)
+            weights, ids = live.now, torch.zeros(tokens, dtype=torch.long)
+            with live:
+                with torch.autocast(device, dtype, enabled=precision != "no"):
+                    loss = model(ids, shift_labels=ids.clone()).loss
+                kept = live.now
+                loss.backward()
     except Exception as error:  # whatever an operator without fake tensors raises
         _warn(config.model_type, first_line(error)[:150])
         return 0, 0
+    return kept - weights, live.peak - weights
 
 
 @cache
 def _warn(model_type: str, reason: str) -> None:
     """Warn once: a plan asks for several sizes."""
     logger.warning("memory: the activations of %s are unknown, counted as 0 (%s)", model_type, reason)
-
-
-def _run(
-    config: PreTrainedConfig,
-    tokens: tuple[int, int],
-    precision: str,
-    checkpointing: bool,
-    device: str,
-    frozen: tuple[str, ...],
-) -> tuple[int, int]:
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=False).train()
-    add_loss(model)
-    if checkpointing:
-        checkpoint_layers(model)
-    for name in frozen:
-        model.get_parameter(name).requires_grad_(False)
-    live = LiveBytes()
-    for tensor in (*model.parameters(), *model.buffers()):
-        live.note(tensor)
-    weights = live.now
-    ids = torch.zeros(tokens, dtype=torch.long)
-    dtype = torch.float16 if precision == "fp16" else torch.bfloat16
-    with live:
-        with torch.autocast(device, dtype, enabled=precision != "no"):
-            loss = model(ids, shift_labels=ids.clone()).loss
-        kept = live.now
-        loss.backward()
-    return kept - weights, live.peak - weights
 
 
 @contextmanager
