@@ -4,8 +4,6 @@ Owns the content and the output files. The page is templates/report.html with it
 runs a script only while its run lasts: templates/reload.js.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json
@@ -14,7 +12,9 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 
 from hfgolf import palette
 from hfgolf.report.charts import EVENTS, draw_charts, draw_losses, line_style
@@ -33,9 +33,6 @@ from hfgolf.system.command import own_command
 from hfgolf.system.durable import write_bytes, write_text
 from hfgolf.system.redact import redact, redact_values
 from hfgolf.system.wording import describe_overlap, describe_texts, dollars, duration, join_words
-
-if TYPE_CHECKING:
-    from jinja2 import Template
 
 _TEMPLATES = Path(__file__).with_name("templates")
 _RELOADS_EVERY = (5.0, 60.0)  # seconds, from and to
@@ -102,14 +99,9 @@ def render_page(
 
 @functools.cache
 def _template(name: str) -> Template:
-    from jinja2 import Environment, FileSystemLoader, StrictUndefined
-
+    loader = FileSystemLoader(_TEMPLATES)
     environment = Environment(
-        loader=FileSystemLoader(_TEMPLATES),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters["dollars"] = dollars
     environment.globals["source"] = lambda file: (_TEMPLATES / file).read_text(encoding="utf-8")
