@@ -6,7 +6,7 @@ Two ways lead there: the folder of a run, or any model with files of text. Does 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
@@ -47,12 +47,12 @@ class Source:
     corpus: Corpus
     tokens: TokenCache
     sequence_length: int
-    seed: int | None
-    blocks_read: int
     train_split: Searched | None
-    golf: GolfSection
     card: Callable[[dict[str, Any]], str]
-    run_config: RunConfig | None
+    seed: int | None = 0
+    blocks_read: int = 0
+    golf: GolfSection = field(default_factory=GolfSection)
+    run_config: RunConfig | None = None
 
 
 def run_source(folder: Path) -> Source:
@@ -100,11 +100,11 @@ def run_source(folder: Path) -> Source:
         corpus,
         tokens,
         sequence_length=length,
+        train_split="training" if config.model.init_from is None and not has_other else None,
+        card=lambda figures: model_card(config, summary | figures, model),
         seed=config.order_seed,
         blocks_read=int(summary.get("tokens") or 0) // length,
-        train_split="training" if config.model.init_from is None and not has_other else None,
         golf=config.golf,
-        card=lambda figures: model_card(config, summary | figures, model),
         run_config=config,
     )
 
@@ -160,16 +160,4 @@ def model_source(name: str, files: list[str], calibration_files: list[str], text
             f" {length:,} and the one after; name more text."
         )
     card = read_card(name)
-    return Source(
-        model,
-        tokens.tokenizer,
-        corpus,
-        tokens,
-        sequence_length=length,
-        seed=0,
-        blocks_read=0,
-        train_split="calibration",
-        golf=GolfSection(),
-        card=lambda figures: card,
-        run_config=None,
-    )
+    return Source(model, tokens.tokenizer, corpus, tokens, length, "calibration", lambda figures: card)
