@@ -15,6 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from multiprocessing.process import BaseProcess
@@ -26,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from hfgolf.config.mixture import of_text
-from hfgolf.data.mixture import MixedStream, Turns
+from hfgolf.data.mixture import MixedStream, Turns, as_mixture
 from hfgolf.data.token_stream import Stream
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import count_of
@@ -161,7 +162,7 @@ def _epoch_segments(
 
 
 class MicroBatches(Dataset[Batch]):
-    """Micro-batches of one text, indexed by the positions of their blocks: `dataset[positions]`.
+    """Micro-batches of a stream, indexed by the positions of their blocks: `dataset[positions]`.
 
     An item is {"input_ids": (B, T) int64, "shift_labels": (B, T) int64, "sample_hash": () int64}. The labels are
     already shifted by one token, and IGNORED where the stream's mask is 0; sample_hash is the `sample_hash` of the
@@ -172,86 +173,50 @@ class MicroBatches(Dataset[Batch]):
     mean over micro-batches and processes, which accelerate takes, is the mean over the targets of the step, however
     they are divided.
 
-    first: the index of the stream's first token among the tokens of all texts, which the starts count from.
+    In a mixture, each block is the next one of its text, which has an order and epochs of its own. Each text's
+    `segments` last as long as those of the whole. Raises UserError if a text is shorter than one block.
     """
 
     def __init__(
-        self, stream: Stream, sequence_length: int, seed: int | None, segments: Segments | None = None, first: int = 0
+        self, stream: Stream, sequence_length: int, seed: int | None, segments: Segments | None = None
     ) -> None:
-        self.stream = stream
-        self.sequence_length = sequence_length
-        self.seed = seed
-        self.segments = segments
-        self.first = first
-        self.num_blocks = num_blocks(len(stream), sequence_length)
-
-    def __getitem__(self, item: np.ndarray | tuple[np.ndarray, np.ndarray]) -> Batch:
-        positions, of_step = item if isinstance(item, tuple) else (item, None)
-        starts, length = self._parts(positions)
-        parts = gather(self.stream, starts, length)
-        labels = _copied(parts[:, 1:])
-        if self.stream.is_target is not None:
-            labels.masked_fill_(torch.from_numpy(_targets(self.stream.is_target, starts, length) == 0), IGNORED)
-        batch = {
-            "input_ids": _copied(parts[:, :-1]).view(-1, self.sequence_length),
-            "shift_labels": labels.view(-1, self.sequence_length),
-            "sample_hash": torch.tensor(sample_hash(starts + self.first)),
-        }
-        if of_step is not None and self.stream.is_target is not None:
-            batch["num_items_in_batch"] = _divisor(self.num_targets(of_step), len(positions), len(of_step))
-        return batch
-
-    def starts(self, positions: np.ndarray) -> np.ndarray:
-        """Return the index of the first token of each part of the blocks: of themselves, or of their segments."""
-        return self._parts(positions)[0] + self.first
-
-    def num_targets(self, positions: np.ndarray) -> int:
-        """Return how many targets the loss counts in the blocks at the given positions, of a stream with a mask."""
-        assert self.stream.is_target is not None
-        return int(_targets(self.stream.is_target, *self._parts(positions)).sum())
-
-    def _parts(self, positions: np.ndarray) -> tuple[np.ndarray, int]:
-        """Return (starts, tokens of each) of what the blocks consist of: themselves, or their segments in order."""
-        return part_starts(self.seed, positions, self.num_blocks, self.sequence_length, self.segments)
-
-
-class MixedBatches(Dataset[Batch]):
-    """Micro-batches of a mixture: each block is the next one of its text, which has an order and epochs of its own.
-
-    Items are those of MicroBatches. Each text's `segments` last as long as those of the whole.
-    """
-
-    def __init__(
-        self, stream: MixedStream, sequence_length: int, seed: int | None, segments: Segments | None = None
-    ) -> None:
-        self.turns = Turns(stream.stages, sequence_length)
-        self.has_targets = any(part.is_target is not None for part in stream.parts)
-        self.texts: list[MicroBatches] = []
-        for number, (name, part) in enumerate(zip(stream.names, stream.parts, strict=True)):
+        mixture = as_mixture(stream)
+        self.turns = Turns(mixture.stages, sequence_length)
+        self.texts: list[_Text] = []
+        for number, (name, part) in enumerate(zip(mixture.names, mixture.parts, strict=True)):
             own = segments
             if segments is not None and segments.blocks is not None:
                 own = Segments(segments.length, int(self.turns.counts(np.array([segments.blocks]))[0, number]))
-            with of_text(name):
-                own_seed = None if seed is None else seed + number  # texts of one size must not be shuffled alike
-                self.texts.append(MicroBatches(part, sequence_length, own_seed, own, stream.begins[number]))
+            own_seed = None if seed is None else seed + number  # texts of one size must not be shuffled alike
+            with of_text(name) if isinstance(stream, MixedStream) else nullcontext():
+                blocks = num_blocks(len(part), sequence_length)
+            self.texts.append(_Text(part, mixture.begins[number], blocks, sequence_length, own_seed, own))
 
     def __getitem__(self, item: np.ndarray | tuple[np.ndarray, np.ndarray]) -> Batch:
         positions, of_step = item if isinstance(item, tuple) else (item, None)
-        batches = [(rows, text[own]) for text, rows, own in self._each(positions)]
-        order = torch.from_numpy(np.argsort(np.concatenate([rows for rows, _ in batches])))
+        found = [(rows, *text.read(own)) for text, rows, own in self._each(positions)]
+        rows, inputs, labels, starts = zip(*found, strict=True)
+        order = torch.from_numpy(np.argsort(np.concatenate(rows)))
         batch = {
-            name: torch.cat([one[name] for _, one in batches])[order] for name in ("input_ids", "shift_labels")
-        } | {"sample_hash": torch.stack([one["sample_hash"] for _, one in batches]).sum()}
-        if of_step is not None and self.has_targets:
-            num_targets = sum(text.num_targets(own) for text, _, own in self._each(of_step))
-            batch["num_items_in_batch"] = _divisor(num_targets, len(positions), len(of_step))
+            # Trap: a view of the rows has another stride, and torch.compile would recompile the model. An index copies.
+            "input_ids": torch.cat(inputs)[order],
+            "shift_labels": torch.cat(labels)[order],
+            "sample_hash": torch.tensor(sample_hash(np.concatenate(starts))),
+        }
+        if of_step is not None and any(text.stream.is_target is not None for text in self.texts):
+            num_targets = max(1, self.num_targets(of_step))  # without targets, the loss is 0
+            batch["num_items_in_batch"] = torch.tensor(num_targets * len(positions) / len(of_step))
         return batch
 
     def starts(self, positions: np.ndarray) -> np.ndarray:
-        """Return what MicroBatches does, text by text."""
-        return np.concatenate([text.starts(own) for text, _, own in self._each(positions)])
+        """Return the index, in all texts, of the first token of each part of blocks: of themselves, or of segments."""
+        return np.concatenate([text.parts(own)[0] + text.first for text, _, own in self._each(positions)])
 
-    def _each(self, positions: np.ndarray) -> Iterator[tuple[MicroBatches, np.ndarray, np.ndarray]]:
+    def num_targets(self, positions: np.ndarray) -> int:
+        """Return how many targets the loss counts in the blocks at the given positions, of a stream with a mask."""
+        return sum(text.num_targets(own) for text, _, own in self._each(positions))
+
+    def _each(self, positions: np.ndarray) -> Iterator[tuple[_Text, np.ndarray, np.ndarray]]:
         """Yield (text, the places of its blocks among the positions, their positions in the text)."""
         sources, own = self.turns.at(positions)
         for source in np.unique(sources):
@@ -259,20 +224,38 @@ class MixedBatches(Dataset[Batch]):
             yield self.texts[source], rows, own[rows]
 
 
-def micro_batches(
-    stream: Stream, sequence_length: int, seed: int | None, segments: Segments | None = None
-) -> MicroBatches | MixedBatches:
-    """Return the micro-batches of a stream. Raises UserError if a text of it is shorter than one block."""
-    of_stream = MixedBatches if isinstance(stream, MixedStream) else MicroBatches
-    return of_stream(stream, sequence_length, seed, segments)  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class _Text:
+    """One text, and the order in which its blocks are read."""
 
+    stream: Stream
+    first: int
+    """The index of its first token among those of all texts."""
+    num_blocks: int
+    sequence_length: int
+    seed: int | None
+    segments: Segments | None
 
-def _divisor(num_targets: int, num_blocks: int, of_step: int) -> torch.Tensor:
-    return torch.tensor(max(1, num_targets) * num_blocks / of_step)  # without targets, the loss is 0
+    def parts(self, positions: np.ndarray) -> tuple[np.ndarray, int]:
+        """Return (starts, tokens of each) of what the blocks consist of: themselves, or their segments in order."""
+        return part_starts(self.seed, positions, self.num_blocks, self.sequence_length, self.segments)
 
+    def read(self, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+        """Return the inputs and the labels of blocks, each (B, T) int64, and where their parts start in all texts."""
+        starts, length = self.parts(positions)
+        tokens = gather(self.stream, starts, length)
+        inputs, labels = tokens[:, :-1], tokens[:, 1:]
+        if self.stream.is_target is not None:
+            labels = labels.masked_fill(torch.from_numpy(self._targets(starts, length) == 0), IGNORED)
+        shape = -1, self.sequence_length
+        return inputs.reshape(shape), labels.reshape(shape), starts + self.first
 
-def _targets(is_target: np.ndarray, starts: np.ndarray, length: int) -> np.ndarray:
-    return is_target.take(starts[:, None] + np.arange(1, length + 1), mode="wrap")
+    def num_targets(self, positions: np.ndarray) -> int:
+        return int(self._targets(*self.parts(positions)).sum())
+
+    def _targets(self, starts: np.ndarray, length: int) -> np.ndarray:
+        assert self.stream.is_target is not None
+        return self.stream.is_target.take(starts[:, None] + np.arange(1, length + 1), mode="wrap")
 
 
 def gather(stream: Stream, starts: np.ndarray, length: int) -> torch.Tensor:
@@ -337,7 +320,7 @@ def build_loader(
     # fork, not forkserver (Linux's default since Python 3.14): the server and its workers would outlive a killed run
     context = "fork" if num_workers and sys.platform == "linux" else None
     return _Loader(
-        micro_batches(stream, sequence_length, seed, segments),
+        MicroBatches(stream, sequence_length, seed, segments),
         batch_size=None,  # an item is already a batch
         sampler=order,
         num_workers=num_workers,
@@ -441,8 +424,3 @@ def evaluation_extent(stream: Stream, budget_tokens: int | None = None) -> tuple
     if budget_tokens is not None:
         num_pieces = max(1, int(np.searchsorted(num_targets, budget_tokens, side="right")))
     return int(num_targets[num_pieces - 1]), int(stream.piece_bytes[:num_pieces].sum(dtype=np.int64))
-
-
-def _copied(tokens: torch.Tensor) -> torch.Tensor:
-    # Trap: contiguous() leaves the stride of a single row unchanged, and torch.compile would recompile the model
-    return tokens.clone(memory_format=torch.contiguous_format)

@@ -118,3 +118,8 @@ class MixedStream(Stream):
             return [None] * len(self.parts)
         sizes = [len(part) - 1 for part in self.parts]
         return [-(-budget_tokens * size // sum(sizes)) for size in sizes]
+
+
+def as_mixture(stream: Stream) -> MixedStream:
+    """Return a stream as a mixture; one text is a mixture of itself alone."""
+    return stream if isinstance(stream, MixedStream) else MixedStream((stream,), ("",), [(0, (1,))])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from transformers import PreTrainedTokenizerFast
 
-from hfgolf.data.mixture import MixedStream, Turns
+from hfgolf.data.mixture import Turns, as_mixture
 from hfgolf.data.token_cache import TokenCache
 from hfgolf.data.token_stream import Stream
 from hfgolf.data.tokenizer import decode_texts
@@ -34,10 +34,9 @@ class Words:
 
 def count_words(tokens: TokenCache, sequence_length: int) -> Words:
     """Count the words of the training text, of a mixture in each of its texts."""
-    stream = tokens.train
-    parts, stages = (stream.parts, stream.stages) if isinstance(stream, MixedStream) else ((stream,), [(0, (1,))])
-    per_token = tuple(words_per_token(part, tokens.tokenizer) for part in parts)
-    return Words(per_token, Turns([*stages], sequence_length))
+    mixture = as_mixture(tokens.train)
+    per_token = tuple(words_per_token(part, tokens.tokenizer) for part in mixture.parts)
+    return Words(per_token, Turns(mixture.stages, sequence_length))
 
 
 def words_per_token(stream: Stream, tokenizer: PreTrainedTokenizerFast) -> float:

@@ -12,10 +12,10 @@ import torch
 from accelerate.utils.memory import clear_device_cache, should_reduce_batch_size
 
 from hfgolf.data.batches import (
+    MicroBatches,
     Segments,
     build_loader,
     device_prefetch,
-    micro_batches,
     num_blocks,
     stream_positions,
 )
@@ -62,7 +62,7 @@ def segments(run: Run) -> Segments | None:
 def starts_of(run: Run, positions: np.ndarray) -> list[int]:
     """Return where the blocks at these positions of the data start, or their segments, as places of training tokens."""
     batch, seed = run.config.batch, run.config.order_seed
-    starts = micro_batches(run.tokens.train, batch.sequence_length, seed, segments(run)).starts(positions)
+    starts = MicroBatches(run.tokens.train, batch.sequence_length, seed, segments(run)).starts(positions)
     return [int(start) for start in starts]
 
 

@@ -24,7 +24,7 @@ from hfgolf.checkpoint.state import TrainState
 from hfgolf.checkpoint.store import check_resume, choose_checkpoint, clean_up
 from hfgolf.config.parse import ResolvedConfig
 from hfgolf.config.sections import RunConfig
-from hfgolf.data.batches import micro_batches
+from hfgolf.data.batches import MicroBatches
 from hfgolf.data.corpus import load_corpus, text_name
 from hfgolf.data.token_cache import TokenCache, load_tokens
 from hfgolf.data.tokenizer import embedding_rows, keep_old_documents, text_start
@@ -216,7 +216,7 @@ def _load_tokens(config: RunConfig, origin: _Origin | None) -> TokenCache:
     kind = "byte" if (config.tokenizer.kind, rows) == ("bpe", 257) else config.tokenizer.kind  # of little text
     how = f"{kind} {rows:,}{', cached' if tokens.is_hit else ''}"
     logger.info("%s", labeled("data", f"{text_name(config.data)}: {counts} ({how})"))
-    micro_batches(tokens.train, config.batch.sequence_length, seed=None)  # raises if there is not one block
+    MicroBatches(tokens.train, config.batch.sequence_length, seed=None)  # raises if there is not one block
     tokens.tokenizer.model_max_length = config.max_positions
     return tokens
 

@@ -22,7 +22,7 @@ from hfgolf.data.batches import (
     Segments,
     build_loader,
     evaluation_extent,
-    micro_batches,
+    num_blocks,
     sample_hash,
 )
 from hfgolf.data.corpus import load_corpus
@@ -115,14 +115,14 @@ def test_each_text_is_read_in_the_order_of_its_own_epochs(stream):
         own = rows[rows[:, 0] // 1000 == number]
         alone = MicroBatches(part, T, 5 + number)
         assert (own == alone[np.arange(len(own))]["input_ids"].numpy()).all()
-        of_epoch = {*own[: alone.num_blocks, 0]}
-        assert of_epoch == {*part.tokens[:-1:T][: alone.num_blocks]}, "each block once"
+        of_epoch = {*own[: num_blocks(len(part), T), 0]}
+        assert of_epoch == {*part.tokens[:-1:T][: num_blocks(len(part), T)]}, "each block once"
     assert len(rows[rows[:, 0] >= 2000]) > 10 * 4, "epochs differ by text"
 
 
 def test_targets_are_the_inputs_one_token_ahead_within_a_text(stream):
     for position in range(0, 700, 50):
-        batch = micro_batches(stream, T, 5)[np.arange(position, position + 50)]
+        batch = MicroBatches(stream, T, 5)[np.arange(position, position + 50)]
         for row, labels in zip(batch["input_ids"].tolist(), batch["shift_labels"].tolist(), strict=True):
             part = stream.parts[row[0] // 1000]
             first = part.tokens[0]
@@ -132,14 +132,14 @@ def test_targets_are_the_inputs_one_token_ahead_within_a_text(stream):
 
 def test_starts_are_places_in_the_whole_stream(stream):
     positions = np.arange(100, 180)
-    dataset = micro_batches(stream, T, 5)
+    dataset = MicroBatches(stream, T, 5)
     read = stream.read(dataset.starts(positions))
     assert sorted(read.tolist()) == sorted(dataset[positions]["input_ids"][:, 0].tolist())
     assert dataset[positions]["sample_hash"] == sample_hash(dataset.starts(positions))
 
 
 def test_segments_of_all_texts_end_with_those_of_the_training(stream):
-    whole, cut = micro_batches(stream, T, 5), micro_batches(stream, T, 5, Segments(2, 60))
+    whole, cut = MicroBatches(stream, T, 5), MicroBatches(stream, T, 5, Segments(2, 60))
     for position in range(90):
         one, other = (dataset[np.array([position])]["input_ids"] for dataset in (cut, whole))
         assert one[0, 0] // 1000 == other[0, 0] // 1000
@@ -179,7 +179,7 @@ def test_evaluation_reads_the_start_of_each_text_by_its_size(stream):
 def test_a_text_shorter_than_a_block_is_named():
     stream = MixedStream((text(0, 300), text(1000, T)), ("long", "short"), [(0, (1, 1))])
     with pytest.raises(UserError, match=r"^data\.mixture: short: data: the training text has 8 tokens.* 4 or less\.$"):
-        micro_batches(stream, T, 1)
+        MicroBatches(stream, T, 1)
 
 
 # the config
@@ -308,7 +308,7 @@ def test_texts_of_a_mixture_are_cached_each_for_itself_with_one_tokenizer(mixtur
     whole = tokens.tokenizer.decode(tokens.train.tokens)
     assert "says 5 AND 5 MAKE" in whole and "make" in whole
     tokens.check(wait=True)
-    dataset = micro_batches(tokens.train, 32, seed=1)
+    dataset = MicroBatches(tokens.train, 32, seed=1)
     again = pickle.loads(pickle.dumps(dataset))  # as a worker gets it that is spawned
     assert torch.equal(again[np.arange(50)]["input_ids"], dataset[np.arange(50)]["input_ids"])
 
