@@ -25,7 +25,7 @@ from hfgolf.train.finish import conclude, exit_after_signal, report_failure
 from hfgolf.train.hooks import Hook, Hooks
 from hfgolf.train.meter import StepResult
 from hfgolf.train.process import session
-from hfgolf.train.recovery import Recovery, first_nonfinite_gradient
+from hfgolf.train.recovery import first_nonfinite_gradient, review
 from hfgolf.train.run import Run
 from hfgolf.train.saving import flush, report_failed_saves, save
 from hfgolf.train.setup import set_up
@@ -65,7 +65,7 @@ def train(
 
 def run_steps(run: Run) -> None:
     """Run the remaining steps; log, evaluate and save when due."""
-    every, clock, recovery = run.config.train, run.clock, Recovery(run)
+    every, clock = run.config.train, run.clock
     run.model.train()
     run.is_stepping = True
     run.stopwatch.switch("train")
@@ -82,7 +82,7 @@ def run_steps(run: Run) -> None:
         run.meter.add(result)
         run.hooks.call("after_step", run, result)
         clock.synchronize()
-        if recovery.review(result):  # the run was rolled back
+        if review(run, result):  # the run was rolled back
             finish_row(run)
             continue
         step, last = run.state.step, clock.is_over()

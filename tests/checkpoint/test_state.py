@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hfgolf.checkpoint.state import TrainState, rolled_back
-from hfgolf.train.recovery import LossWatch
+from hfgolf.train.recovery import judge
 
 
 def used_state() -> TrainState:
@@ -92,7 +92,8 @@ def test_a_watch_that_starts_again_at_random_steps_judges_as_one_that_goes_on(sy
             if step in restarts:
                 saved, state = json.dumps(state.state_dict()), TrainState()
                 state.load_state_dict(json.loads(saved))
-            found.append(LossWatch({symptom}, state).verdict(step, loss))
+            state.step = step
+            found.append(judge(loss, state, {symptom}))
         return found
 
     straight = verdicts(set())

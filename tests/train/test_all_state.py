@@ -281,22 +281,22 @@ def test_a_run_killed_at_random_steps_is_a_straight_one(tiny_run, tmp_path, trou
 
 
 def test_new_state_outside_of_the_checkpoint_is_found(tiny_run, tmp_path, trace, monkeypatch):
-    """In an object of the loop, deep in an object of the run, and in a module."""
-    real = recovery.Recovery.review
+    """In an object that the loop holds, too, deep in an object of the run, and in a module."""
+    real = loop.review
     latest: dict[int, float] = {}
     monkeypatch.setattr(meter, "_LATEST", latest, raising=False)
 
-    def review(self: Any, result: Any) -> Any:
-        self.count = getattr(self, "count", 0) + 1
-        deep = self._run.metrics
+    def review(run: Any, result: Any) -> Any:
+        run.clock.count = getattr(run.clock, "count", 0) + 1
+        deep = run.metrics
         deep.lowest = min(getattr(deep, "lowest", math.inf), result.loss)
-        latest[self._run.state.step] = result.loss
-        return real(self, result)
+        latest[run.state.step] = result.loss
+        return real(run, result)
 
-    monkeypatch.setattr(recovery.Recovery, "review", review)
+    monkeypatch.setattr(loop, "review", review)
     options = {"train__max_steps": 8, "train__save_every_steps": 3, "train__eval_every_steps": 8}
     _, held = trace(tiny_run(**options, run__output_dir=tmp_path / "one" / "runs"), [])
     latest.clear()
     _, held_again = trace(tiny_run(**options, run__output_dir=tmp_path / "two" / "runs"), [5], latest.clear)
     found = {re.sub(r"\[.*", "", path) for path in lost(held, held_again)}
-    assert found == {"recovery.count", "run.metrics.lowest", "hfgolf.train.meter._LATEST"}
+    assert found == {"run.clock.count", "run.metrics.lowest", "hfgolf.train.meter._LATEST"}

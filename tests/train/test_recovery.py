@@ -31,7 +31,7 @@ from hfgolf.optim.shards import local_shards
 from hfgolf.system.errors import UserError
 from hfgolf.train import loop
 from hfgolf.train.feed import blocks_per_epoch, halve_micro_batch
-from hfgolf.train.recovery import LossWatch
+from hfgolf.train.recovery import judge
 
 pytestmark = pytest.mark.slow
 
@@ -288,8 +288,10 @@ def test_a_lasting_rise_of_the_loss_rolls_back_to_before_it_if_configured(run, t
 
 def test_loss_watch_distinguishes_spikes_from_divergence():
     def verdicts(looks_for: str, loss: Any) -> list[tuple[int, str]]:
-        watch = LossWatch({looks_for}, TrainState())
-        told = [(step, watch.verdict(step, loss(step))[0]) for step in range(1, 201)]
+        state, told = TrainState(), []
+        for step in range(1, 201):
+            state.step = step
+            told.append((step, judge(loss(step), state, {looks_for})[0]))
         return [(step, verdict) for step, verdict in told if verdict]
 
     def healthy(step: int) -> float:
