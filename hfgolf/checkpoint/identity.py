@@ -16,7 +16,7 @@ from typing import Any
 
 from hfgolf.config.other_names import GONE, in_current_names
 from hfgolf.config.parse import KEY_TYPES, ResolvedConfig
-from hfgolf.config.sections import RunConfig, model_key
+from hfgolf.config.sections import RunConfig, model_key, plain
 from hfgolf.data.corpus import identity_changes
 from hfgolf.model.configuration_golf import MODEL_FIELDS
 from hfgolf.system.errors import UserError
@@ -167,8 +167,8 @@ def comparable(identity: Mapping[str, Any]) -> dict[str, Any]:
     return {**identity, "config": config}
 
 
-def changed_keys(before: Mapping[str, Any], resolved: ResolvedConfig) -> list[str]:
-    """Return the keys that are not FREE and whose values differ from `before`, {"section.key": value}.
+def config_changes(before: Mapping[str, Any], resolved: ResolvedConfig) -> dict[str, str]:
+    """Return {key: "key old -> new"} of what differs from `before`, {"section.key": value}, and is not FREE.
 
     A key that is newer than the run counts as its default. A value that this run has yet to decide, or decided by
     itself, does not count as different; model.init_from decides the architecture and the tokenizer.
@@ -176,17 +176,17 @@ def changed_keys(before: Mapping[str, Any], resolved: ResolvedConfig) -> list[st
     kept = kept_defaults(before, resolved)
     has_weights = resolved.config.model.init_from is not None
     stated = resolved.sources.keys() | {f"model.overrides.{name}" for name in resolved.config.model.overrides}
-    before, after = _each_field(before), _each_field(redact_values(resolved.config.flat()))
-    return [
-        key
-        for key, value in after.items()
+    old, new = _each_field(before), _each_field(redact_values(resolved.config.flat()))
+    return {
+        key: f"{key} {old.get(key)} -> {value}"
+        for key, value in new.items()
         if rule(key) is not Change.FREE
         and not (key in UNDECIDED and value == UNDECIDED[key])
         and resolved.sources.get(key) != "auto"
         and key not in kept
         and not (has_weights and key not in stated and _is_of_weights(key))
-        and _plain(before.get(key)) != _plain(value)
-    ]
+        and plain(old.get(key)) != plain(value)
+    }
 
 
 def kept_defaults(before: Mapping[str, Any], resolved: ResolvedConfig) -> dict[str, Any]:
@@ -212,12 +212,6 @@ def _is_of_weights(key: str) -> bool:
     return key == "batch.sequence_length" or (key.startswith(("model.", "tokenizer.")) and rule(key) is Change.FIXED)
 
 
-def differences(before: Mapping[str, Any], resolved: ResolvedConfig, keys: list[str]) -> list[str]:
-    """Return "key old -> new" for each of the keys."""
-    before, after = _each_field(before), _each_field(redact_values(resolved.config.flat()))
-    return [f"{key} {before.get(key)} -> {after[key]}" for key in keys]
-
-
 def check_config(checkpoint: str, before: Mapping[str, Any], resolved: ResolvedConfig) -> list[str]:
     """Return "key old -> new" for each change that a resume must log; raise UserError for one that is not allowed.
 
@@ -228,9 +222,9 @@ def check_config(checkpoint: str, before: Mapping[str, Any], resolved: ResolvedC
             f"train.resume: {checkpoint} is of a run with {key} {before[key]}, which this version does not have; start"
             f" a new run with another --run.name, and {GONE[key][1]}."
         )
-    changed = changed_keys(before, resolved)
+    changed = config_changes(before, resolved).items()
     fixed, data, reported = (
-        differences(before, resolved, [key for key in changed if rule(key) is kind])
+        [change for key, change in changed if rule(key) is kind]
         for kind in (Change.FIXED, Change.DATA, Change.REPORTED)
     )
     train = resolved.config.train
@@ -288,8 +282,3 @@ def _short_corpus(corpus: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, list) and len(value) > MAX_FILES
     }
     return {**corpus, **hashes}
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as it reads back from JSON and YAML."""
-    return list(value) if isinstance(value, tuple) else value

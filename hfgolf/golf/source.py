@@ -12,7 +12,7 @@ from typing import Any, cast
 
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
-from hfgolf.checkpoint.identity import Change, changed_keys, differences, read_identity, rule, text_changes
+from hfgolf.checkpoint.identity import Change, config_changes, read_identity, rule, text_changes
 from hfgolf.checkpoint.store import newest_first
 from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.config.sections import GolfSection, RunConfig
@@ -121,8 +121,8 @@ def _require_recorded(run: RunFolder, resolved: ResolvedConfig, corpus: Corpus) 
     """Raise UserError unless config and text are those that the run recorded: certificate and card are about them."""
     metadata, newest = read_json(run.metadata), next(iter(newest_first(run.checkpoints)), None)
     before = metadata.get("config")
-    keys = changed_keys(before, resolved) if isinstance(before, dict) else []
-    if changed := differences(before or {}, resolved, [key for key in keys if rule(key) is not Change.TEXT]):
+    changes = config_changes(before, resolved) if isinstance(before, dict) else {}
+    if changed := [change for key, change in changes.items() if rule(key) is not Change.TEXT]:
         raise UserError(
             f"--run: {run.config} is not the config that trained the run ({', '.join(changed)}); restore it."
         )

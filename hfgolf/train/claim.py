@@ -12,7 +12,7 @@ import secrets
 import time
 from typing import Any
 
-from hfgolf.checkpoint.identity import changed_keys, differences, read_identity, text_changes
+from hfgolf.checkpoint.identity import config_changes, read_identity, text_changes
 from hfgolf.checkpoint.store import newest_first
 from hfgolf.config.parse import ResolvedConfig
 from hfgolf.config.sections import RunConfig
@@ -102,7 +102,7 @@ def agree_on_config(config: RunConfig) -> None:
 def changes(folder: RunFolder, resolved: ResolvedConfig) -> list[str]:
     """Return "key old -> new" for each value of config.yaml that this run changes; [] if it can't be read."""
     before = folder.read_config()
-    return differences(before, resolved, changed_keys(before, resolved)) if before else []
+    return list(config_changes(before, resolved).values()) if before else []
 
 
 def with_own_folder(said: ResolvedConfig, starts_beside_unfinished: bool = True) -> ResolvedConfig:

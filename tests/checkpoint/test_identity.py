@@ -15,7 +15,7 @@ import torch
 from faults import column, rows
 
 from hfgolf.checkpoint import identity
-from hfgolf.checkpoint.identity import UNDECIDED, Change, changed_keys, check_text, differences, rule, run_identity
+from hfgolf.checkpoint.identity import UNDECIDED, Change, check_text, config_changes, rule, run_identity
 from hfgolf.config.other_names import GONE, MOVED_TO_OVERRIDES
 from hfgolf.config.parse import KEY_TYPES, ResolvedConfig, load_config
 from hfgolf.config.sections import ModelSection, RunConfig, RunSection
@@ -65,7 +65,7 @@ def test_a_checkpoint_with_the_keys_of_earlier_versions_knows_its_run(tmp_path, 
     before = identity.read_identity(tmp_path)["config"]
     assert before.keys() == KEY_TYPES.keys()
     resolved = ResolvedConfig.from_code(RunConfig(run=RunSection(name="x"), model=ModelSection(overrides=stated)))
-    assert differences(before, resolved, changed_keys(before, resolved)) == changed
+    assert list(config_changes(before, resolved).values()) == changed
 
 
 @pytest.mark.parametrize("key", GONE)
@@ -102,8 +102,8 @@ def test_each_changed_key_is_accepted_or_rejected_as_documented(tiny_run, change
 
 def test_automatic_settings_match_any_saved_value():
     before = RunConfig().flat() | {"train.mixed_precision": "bf16", "train.compile": True, "train.cpu_threads": 7}
-    assert changed_keys(before, load_config(["--train.max_steps=1000"])) == []
-    assert changed_keys(before, load_config(["--train.max_steps=1000", "--train.mixed_precision=no"])) == [
+    assert not config_changes(before, load_config(["--train.max_steps=1000"]))
+    assert [*config_changes(before, load_config(["--train.max_steps=1000", "--train.mixed_precision=no"]))] == [
         "train.mixed_precision"
     ]
 

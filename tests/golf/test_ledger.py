@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from hfgolf.checkpoint.identity import changed_keys
+from hfgolf.checkpoint.identity import config_changes
 from hfgolf.config.parse import load_config
 from hfgolf.data.tokenizer import tokenizer_sha256
 from hfgolf.golf import ledger
@@ -122,5 +122,5 @@ def test_the_counted_config_trains_the_model_again(tmp_path):
     before = load_config(stated).config
     (tmp_path / "config.yaml").write_text(training_config(before))
     again = load_config(tmp_path / "config.yaml")
-    assert set(changed_keys(before.flat(), again)) == {"data.files"}, "whose names are the same"
+    assert set(config_changes(before.flat(), again)) == {"data.files"}, "whose names are the same"
     assert again.config.golf == before.golf
