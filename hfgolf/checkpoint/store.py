@@ -198,8 +198,8 @@ def verify(checkpoint: Path) -> dict[str, Any]:
             raise TypeError
         if _STEP_FOLDER.fullmatch(checkpoint.name) and step_of(checkpoint) != manifest["step"]:
             raise Rejected(f"{_MANIFEST} belongs to step {manifest['step']}")
-        for name, expected in files.items():
-            _verify_file(checkpoint, name, expected)
+        if damage := find_damage(checkpoint, files):
+            raise Rejected(damage)
         paths = [path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir()]
     except OSError as error:
         raise Rejected(f"not readable ({one_line(error)})") from None
@@ -219,9 +219,11 @@ def verify(checkpoint: Path) -> dict[str, Any]:
 def verified_file(checkpoint: Path, name: str) -> Path:
     """Return the path of one file of a checkpoint, checked against the manifest. Raises Rejected if it is damaged."""
     try:
-        _verify_file(checkpoint, name, read_manifest(checkpoint)["files"][name])
+        damage = find_damage(checkpoint, {name: read_manifest(checkpoint)["files"][name]})
     except (KeyError, TypeError):
         raise Rejected(f"{name} is not in {_MANIFEST}") from None
+    if damage:
+        raise Rejected(damage)
     return checkpoint / name
 
 
@@ -307,9 +309,3 @@ def best_checkpoint(folder: Path) -> Path | None:
 def step_of(checkpoint: Path) -> int:
     """Return the step in a checkpoint's name."""
     return int(checkpoint.name.removeprefix("step-"))
-
-
-def _verify_file(checkpoint: Path, name: str, listed: Any) -> None:
-    damage = find_damage(checkpoint, name, listed)
-    if damage:
-        raise Rejected(damage)

@@ -134,8 +134,7 @@ def find_tokenizer(
 
 def _problem(path: Path) -> str | None:
     try:
-        damages = (find_damage(path, name, listed) for name, listed in read_manifest(path)["files"].items())
-        return next(filter(None, damages), None)
+        return find_damage(path, read_manifest(path)["files"])
     except ValueError as error:
         return str(error)
 

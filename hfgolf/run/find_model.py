@@ -95,6 +95,6 @@ def _is_undamaged(checkpoint: Path) -> bool:
     try:
         files = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
         of_model = {name: listed for name, listed in files.items() if name.endswith(_OF_A_MODEL)}
-        return "config.json" in files and not any(find_damage(checkpoint, *entry) for entry in of_model.items())
+        return "config.json" in files and find_damage(checkpoint, of_model) is None
     except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
         return False

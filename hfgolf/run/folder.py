@@ -181,8 +181,7 @@ class RunFolder:
             for name in ("config.json", "model.safetensors"):
                 if not (self.model / name).is_file():
                     return f"{self.model.name}/{name} is missing"
-            damages = (find_damage(self.model, name, entry) for name, entry in listed.items())
-            damage = next(filter(None, damages), None)
+            damage = find_damage(self.model, listed)
         except (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError):
             return f"{self.summary.name} is not readable"
         return damage and f"{self.model.name}/{damage}"

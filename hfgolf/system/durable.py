@@ -9,7 +9,7 @@ import errno
 import hashlib
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -163,12 +163,16 @@ class HashedFile:
         self._file.close()
 
 
-def find_damage(folder: Path, name: str, listed: Any) -> str | None:
-    """Describe how a file differs from its entry by `list_files`; None if it is unchanged.
+def find_damage(folder: Path, files: Mapping[str, Any]) -> str | None:
+    """Describe how the first file that differs from its entry by `list_files` does; None if none differs.
 
-    listed: the entry. Raises KeyError, TypeError or ValueError if it is malformed.
+    Raises KeyError, TypeError, ValueError or AttributeError if the entries are malformed.
     """
-    num_bytes, sha256 = listed["bytes"], listed["sha256"]
+    damages = (_damage(folder, name, listed["bytes"], listed["sha256"]) for name, listed in files.items())
+    return next(filter(None, damages), None)
+
+
+def _damage(folder: Path, name: str, num_bytes: Any, sha256: Any) -> str | None:
     path = folder / name
     try:
         if not path.resolve().is_relative_to(folder.resolve()):
