@@ -49,7 +49,7 @@ from hfgolf.train.console import console
 from hfgolf.train.feed import epoch, read_of_each
 from hfgolf.train.run import Run
 from hfgolf.train.saving import flush
-from hfgolf.train.validation import evaluate, final_budget, of_each_text, old_text_columns, read_share, sample
+from hfgolf.train.validation import evaluate_texts, final_budget, sample
 
 logger = logging.getLogger(__name__)
 
@@ -109,8 +109,7 @@ def end(run: Run, summary: dict[str, Any] | None) -> None:
 
 def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
     """Return the summary of the model's weights, those of `step`; the main process also exports them."""
-    budget = final_budget(run)
-    evaluation, old = run.final_evaluations.get(step) or (evaluate(run, budget), old_text_columns(run, budget))
+    evaluation, columns = run.final_evaluations.get(step) or evaluate_texts(run, final_budget(run))
     summary: dict[str, Any] = {
         "run": run.config.run.name,
         "step": step,
@@ -121,12 +120,8 @@ def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
         "rollbacks": run.state.rollbacks,
         "tokens": run.state.tokens,
         "epochs": epoch(run),
-        "val_loss": evaluation.loss,
+        **columns,
         "val_perplexity": evaluation.perplexity,
-        "val_bits_per_byte": evaluation.bits_per_byte,
-        "val_tokens": evaluation.num_tokens,
-        "val_bytes": evaluation.num_bytes,
-        "val_share_read": read_share(run, budget),
         "tokens_per_second": statistics.median(run.speeds) if run.speeds else math.nan,
         "train_seconds": run.state.elapsed_seconds,
         "predicted_memory_bytes": run.predicted_memory_bytes,
@@ -138,8 +133,6 @@ def _summarize(run: Run, step: int, damaged_best: int | None) -> dict[str, Any]:
     }
     if run.init_from:
         summary["init_from"] = run.init_from | run.evaluation_at_start
-    summary |= old
-    summary |= of_each_text(evaluation)
     for name, (tokens, epochs) in read_of_each(run).items():
         summary |= {f"tokens/{name}": tokens, f"epochs/{name}": epochs}
         if num_bytes := run.tokens.texts[name].train.num_bytes:  # of shards, nobody counts them

@@ -68,8 +68,8 @@ class Run:
     is_stepping: bool = False
     """True once the loop runs: processes then wait for each other in the middle of a step."""
     final_evaluations: dict[int, tuple[Evaluation, dict[str, Any]]] = field(default_factory=dict)
-    """{step: the latest evaluation that reads what the last one does, and columns of that on data.old_text}, so that
-    the end of the run need not repeat it."""
+    """{step: the latest evaluation that reads what the last one does, and its columns}, so that the end of the run need
+    not repeat it."""
     old_text: Stream | None = None
     """Tokens of data.old_text, which the weights of model.init_from know; None if it is not given."""
     earlier: Metrics = field(default_factory=lambda: Metrics([], []))

@@ -43,8 +43,8 @@ def validate(run: Run, before_batch: Callable[[], None]) -> dict[str, Any]:
         subset = {f"subset_{key}": value for key, value in row.items()}
         row, evaluation = _evaluate_all_weights(run, final, before_batch)
     if is_last or _read_alike(run, budget, None):
-        old = {key: value for key, value in row.items() if key.startswith("old_val_")}
-        run.final_evaluations = {run.state.step: (evaluation, old)}
+        columns = {key: value for key, value in row.items() if not key.endswith("_ema")}
+        run.final_evaluations = {run.state.step: (evaluation, columns)}
     run.state.judge(judged.loss)
     return row | subset
 
@@ -113,8 +113,7 @@ def _evaluate_all_weights(
 ) -> tuple[dict[str, Any], Evaluation]:
     """Return columns of the row, and the evaluation of the weights that an export would take."""
     with exported_weights(run):
-        evaluation = evaluate(run, budget, before_batch)
-        row = _columns(run, evaluation, budget) | old_text_columns(run, budget, before_batch)
+        evaluation, row = evaluate_texts(run, budget, before_batch)
     if run.ema is not None and not run.config.optim.ema_export:
         with run.ema.applied(), run.hooks.weights(run):
             averaged = evaluate(run, budget, before_batch)
@@ -128,46 +127,32 @@ def validate_start(run: Run, before_batch: Callable[[], None]) -> None:
     It is no candidate for the best step: a run exports weights that it has trained.
     """
     budget = final_budget(run)
-    before = evaluate(run, budget, before_batch)
-    columns = _columns(run, before, budget) | old_text_columns(run, budget, before_batch)
+    before, columns = evaluate_texts(run, budget, before_batch)
     old = f", old text {columns['old_val_bits_per_byte']:.4f} bits per byte" if run.old_text is not None else ""
     logger.info(f"step 0  val loss {before.loss:.4f} ({before.bits_per_byte:.4f} bits per byte){old}")
     run.evaluation_at_start = columns
     run.event("init_from", **run.init_from or {}, **columns)
 
 
-def _columns(run: Run, evaluation: Evaluation, budget: int | None) -> dict[str, Any]:
-    return {
-        "val_loss": evaluation.loss,
-        "val_bits_per_byte": evaluation.bits_per_byte,
-        "val_tokens": evaluation.num_tokens,
-        "val_bytes": evaluation.num_bytes,
-        "val_share_read": read_share(run, budget),
-    } | of_each_text(evaluation)
+def evaluate_texts(
+    run: Run, budget: int | None, before_batch: Callable[[], None] = lambda: None
+) -> tuple[Evaluation, dict[str, Any]]:
+    """Evaluate the model's current weights on the validation text, and on data.old_text if there is any.
 
-
-def of_each_text(evaluation: Evaluation) -> dict[str, Any]:
-    """Return columns of each text of a mixture: "val_loss/NAME" and the others; {} if there is only one."""
-    columns = {"val_loss": "loss", "val_bits_per_byte": "bits_per_byte", "val_tokens": "num_tokens"}
-    columns["val_bytes"] = "num_bytes"
-    return {
-        f"{column}/{name}": getattr(text, figure)
-        for name, text in evaluation.texts.items()
-        for column, figure in columns.items()
-    }
-
-
-def read_share(run: Run, budget: int | None) -> float:
-    """Return the share of the validation tokens that an evaluation with a budget reads."""
-    return evaluation_extent(run.tokens.val, budget)[0] / evaluation_extent(run.tokens.val)[0]
-
-
-def old_text_columns(run: Run, budget: int | None, before_batch: Callable[[], None] = lambda: None) -> dict[str, Any]:
-    """Evaluate the model's current weights on data.old_text, if there is any; return columns of the row."""
-    if run.old_text is None:
-        return {}
-    evaluation = evaluate(run, budget, before_batch, run.old_text)
-    return {"old_val_loss": evaluation.loss, "old_val_bits_per_byte": evaluation.bits_per_byte}
+    Returns the evaluation of the former, and columns of the row of both; of each text of a mixture, they are
+    "val_loss/NAME" and the others.
+    """
+    evaluation = evaluate(run, budget, before_batch)
+    figures = {"val_loss": "loss", "val_bits_per_byte": "bits_per_byte", "val_tokens": "num_tokens"}
+    figures["val_bytes"] = "num_bytes"
+    columns = {column: getattr(evaluation, figure) for column, figure in figures.items()}
+    columns["val_share_read"] = evaluation_extent(run.tokens.val, budget)[0] / evaluation_extent(run.tokens.val)[0]
+    for name, text in evaluation.texts.items():
+        columns |= {f"{column}/{name}": getattr(text, figure) for column, figure in figures.items()}
+    if run.old_text is not None:
+        old = evaluate(run, budget, before_batch, run.old_text)
+        columns |= {"old_val_loss": old.loss, "old_val_bits_per_byte": old.bits_per_byte}
+    return evaluation, columns
 
 
 def evaluate(
