@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import typing
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
 
-from hfgolf.config.sections import BatchSection, has_type
+from hfgolf.config.sections import BatchSection, Index, has_type
 from hfgolf.data.batches import as_ranges, stream_positions
 
+_Number = Annotated[float, Field(ge=0)]  # no NaN
 _NEWER = (
     *("loop_active", "hooks", "bad_steps", "suspect_step"),
     *("usual_losses", "recent_losses", "first_loss", "lowest_level", "lowest_level_step"),
@@ -26,49 +28,49 @@ class TrainState:
     Learning rate, momentum and the next batch are functions of this state and the config.
     """
 
-    step: int = 0
+    step: Index = 0
     """Completed optimizer steps, including skipped ones."""
-    tokens: int = 0
+    tokens: Index = 0
     """Training tokens read by these steps."""
-    blocks: int = 0
+    blocks: Index = 0
     """Blocks of the current text read by these steps: the position in the data, not counting `excluded_blocks`."""
-    elapsed_seconds: float = 0.0
+    elapsed_seconds: _Number = 0.0
     """Seconds of training, over all sessions of the run."""
-    seconds: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, _Number] = field(default_factory=dict)
     """{kind of work: seconds}, including setup, over all sessions of the run (see Stopwatch)."""
-    best_val_loss: float = float("inf")
+    best_val_loss: _Number = float("inf")
     """Lowest validation loss so far, nats per token."""
-    best_step: int = 0
+    best_step: Index = 0
     """Step of that evaluation; 0 before the first evaluation."""
-    patience_loss: float = float("inf")
+    patience_loss: _Number = float("inf")
     """To count as an improvement, a validation loss must be below this. Nats per token."""
-    evals_without_improvement: int = 0
+    evals_without_improvement: Index = 0
     """Evaluations since the last improvement."""
-    skipped_steps: int = 0
+    skipped_steps: Index = 0
     """Steps without an update because the gradient was not finite, including overflows of fp16's loss scaling."""
-    rollbacks: int = 0
+    rollbacks: Index = 0
     """Number of rollbacks to a checkpoint."""
-    excluded_blocks: list[list[int]] = field(default_factory=list)
+    excluded_blocks: list[list[Index]] = field(default_factory=list)
     """Positions [start, end) in the data that rollbacks excluded; disjoint and sorted."""
-    learning_rate_scale: float = 1.0
+    learning_rate_scale: _Number = 1.0
     """Factor on all learning rates, set by rollbacks."""
     loop_active: bool = True
     """Whether the model's loop, if it has one, ran in the last of these steps (schedule.loop_start)."""
     unfinished_row: dict[str, Any] | None = None
     """Row of metrics.jsonl whose evaluation a signal interrupted; the next session evaluates again and writes it."""
-    bad_steps: list[list[list[int]]] = field(default_factory=list)
+    bad_steps: list[list[list[Index]]] = field(default_factory=list)
     """For each bad step since the last good one, the positions [start, end) of its blocks (see train/recovery.py)."""
-    suspect_step: int | None = None
+    suspect_step: Index | None = None
     """Step of the checkpoint of the last rollback, until a good step follows: its weights may be the problem."""
-    usual_losses: list[float] = field(default_factory=list)
+    usual_losses: list[_Number] = field(default_factory=list)
     """Under train.rollback_on, recent training losses without spikes (see train/recovery.py)."""
-    recent_losses: list[float] = field(default_factory=list)
+    recent_losses: list[_Number] = field(default_factory=list)
     """Those since the last rollback."""
-    first_loss: float | None = None
+    first_loss: _Number | None = None
     """The first training loss that the watch saw."""
-    lowest_level: float = float("inf")
+    lowest_level: _Number = float("inf")
     """The lowest median of recent_losses so far."""
-    lowest_level_step: int = 0
+    lowest_level_step: Index = 0
     """Its step; a divergence began after it."""
     hooks: dict[str, dict[str, Any]] = field(default_factory=dict)
     """{name: state} of the hooks that keep any (see train/hooks.py)."""
@@ -119,8 +121,8 @@ class TrainState:
         if state.get("wandb_id"):
             older["Trackers"] = {"id": state["wandb_id"]}
         state = newer | {"hooks": older} | state
-        for name, kind in typing.get_type_hints(TrainState).items():
-            if not has_type(state[name], kind) or not _is_possible(name, state[name]):
+        for name, kind in typing.get_type_hints(TrainState, include_extras=True).items():
+            if not has_type(state[name], kind):
                 raise ValueError(f"{name} is {state[name]!r}"[:100])
         for key in dataclasses.fields(self):
             setattr(self, key.name, state[key.name])
@@ -149,13 +151,3 @@ def rolled_back(saved: TrainState, current: TrainState) -> TrainState:
         lowest_level=current.lowest_level,
         lowest_level_step=current.lowest_level_step,
     )
-
-
-def _is_possible(name: str, value: Any) -> bool:
-    """Return whether no number in a field is negative, or too large for an array of positions."""
-    if isinstance(value, dict | list):
-        inner = value.values() if isinstance(value, dict) else value
-        return name in ("hooks", "unfinished_row") or all(_is_possible(name, each) for each in inner)
-    if isinstance(value, int):
-        return 0 <= value < 2**62
-    return not isinstance(value, float) or value >= 0
