@@ -690,13 +690,8 @@ class OptimSection(Section, frozen=True):
         for name, largest in (("momentum", self.momentum), ("betas", max(self.betas))):
             if self.state_dtype == "bf16" and largest > 0.98:
                 yield refusal(f"optim.{name}", largest, "at most 0.98 with optim.state_dtype bf16")
-        if self.ema_export and not self.has_ema:
+        if self.ema_export and self.ema_decay is None:
             yield "optim.ema_export is true, but there is no EMA; set optim.ema_decay."
-
-    @property
-    def has_ema(self) -> bool:
-        """Return whether the run keeps a moving average of the weights."""
-        return self.ema_decay is not None
 
 
 class ScheduleSection(Section, frozen=True):
@@ -958,7 +953,7 @@ class RunConfig(Section, frozen=True):
     @property
     def eval_passes(self) -> int:
         """Return how many passes an evaluation makes: for the weights, their averages, and data.old_text."""
-        return 1 + (self.optim.has_ema and not self.optim.ema_export) + bool(self.data.old_text)
+        return 1 + (self.optim.ema_decay is not None and not self.optim.ema_export) + bool(self.data.old_text)
 
     @property
     def order_seed(self) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import re
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -179,11 +180,8 @@ class ConversationEncoder:
         return turn
 
     def _escaped(self, messages: Messages) -> Messages:
-
-        def escaped(content: str) -> str:
-            return self._is_special.sub(lambda match: match[0][:1] + _CUT + match[0][1:], content)
-
-        return [{"role": message["role"], "content": escaped(message["content"])} for message in messages]
+        cut = partial(self._is_special.sub, lambda match: match[0][:1] + _CUT + match[0][1:])
+        return [{"role": message["role"], "content": cut(message["content"])} for message in messages]
 
 
 def _reason(error: Exception) -> str:

@@ -143,7 +143,7 @@ def run_memory(
     kept_numbers = {"muon": 2 * trained - trained_matrices, "adamw": 2 * trained, "sgd": trained}
     state = (2 if optim.state_dtype == "bf16" else 4) * kept_numbers[optim.name] + 4 * rows
     weights, gradients = 4 * parameters, 4 * trained
-    average = weights if optim.has_ema else 0
+    average = weights if optim.ema_decay is not None else 0
     weights *= 1 + len(config.train.distill_from)  # as if teachers were of the same size
     buckets = in_update = gradients if num_processes > 1 else 0  # DDP's stay in the update
     if is_sharded:

@@ -31,10 +31,6 @@ _WORDS = {"compile": "compiling", "evaluate": "evaluating", "checkpoint": "savin
 """{kind of the stopwatch: what the bar says meanwhile}."""
 
 
-def _no_evaluations(last_step: float) -> tuple[float, float]:
-    return 0.0, 0.0
-
-
 class Console:
     """The bar of this process, if it has one, and the lines on its progress; a context that removes the bar."""
 
@@ -50,7 +46,7 @@ class Console:
         """Step and seconds of steps after the first step here, whose own time says little of the others'."""
         self._step_seconds = self._line_at = 0.0
         self._tokens = (0, 1)
-        self._evaluation_steps: Callable[[float], tuple[float, float]] = _no_evaluations
+        self._evaluation_steps: Callable[[float], tuple[float, float]] = lambda last_step: (0.0, 0.0)
         self._work_at, self._work_left = 0.0, 0.0
         """Of an evaluation: when it began, and the seconds that it still takes."""
         self._draw_at = 0.0
@@ -112,7 +108,7 @@ class Console:
         max_seconds: float,
         tokens_per_step: int,
         tokens_per_epoch: int,
-        evaluation_steps: Callable[[float], tuple[float, float]] = _no_evaluations,
+        evaluation_steps: Callable[[float], tuple[float, float]] = lambda last_step: (0.0, 0.0),
     ) -> None:
         """Note what ends the run, before its next step.
 

@@ -14,7 +14,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
@@ -44,6 +43,7 @@ from hfgolf.system.command import own_command
 from hfgolf.system.durable import list_files, write_text
 from hfgolf.system.errors import UserError, refusal
 from hfgolf.system.hardware import accelerator_name
+from hfgolf.system.ranks import decide
 from hfgolf.system.wording import describe_overlap, describe_texts, duration, gigabytes, one_line
 from hfgolf.train.console import console
 from hfgolf.train.feed import epoch, read_of_each
@@ -282,10 +282,7 @@ def _take_best_weights(run: Run) -> tuple[int, int | None]:
     averaged = run.config.optim.ema_export
     name = EMA_NAME if averaged else WEIGHTS_NAME
     nonfinite = first_of_ranks(first_nonfinite(run.raw_model.named_parameters()))
-    answer: list[Any] = [None, None]
-    if run.accelerator.is_main_process:
-        answer = list(_find_weights(run, name, nonfinite is None))
-    file, damaged_best = broadcast_object_list(answer)
+    file, damaged_best = decide(lambda: _find_weights(run, name, nonfinite is None))
     if file:
         weights, step = load_file(file), step_of(file.parent)
         if run.config.model.overrides.get("loop") is not None:

@@ -179,7 +179,9 @@ def load_weights(config: RunConfig, model: PreTrainedModel, tokens: TokenCache) 
             _load_other(original, model)
         except RuntimeError as error:
             raise UserError(f"model.overrides: the weights have another shape ({one_line(error)[:200]}).") from None
-    sha256, revision = weights_sha256(model), None if Path(source).is_dir() else _revision(source)
+    sha256, revision = weights_sha256(model), None
+    if not Path(source).is_dir():  # as its files lie in the local cache of the Hub: snapshots/COMMIT/config.json
+        revision = Path(str(cached_file(source, "config.json"))).parent.name
     logger.info("weights: %s (%s), sha256 %s", source, sentence, sha256[:16])
     return {"name": config.model.init_from, "revision": revision, "sha256": sha256}
 
@@ -247,11 +249,6 @@ def weights_sha256(model: torch.nn.Module) -> str:
         digest.update(name.encode())
         digest.update(parameter.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _revision(name: str) -> str:
-    """Return the commit of a name on the Hub, as its files lie in the local cache: snapshots/COMMIT/config.json."""
-    return Path(str(cached_file(name, "config.json"))).parent.name
 
 
 def _agrees(shape: GolfConfig, key: str, stated: Any) -> bool:
