@@ -51,7 +51,7 @@ from hfgolf.system.ranks import decide, together
 from hfgolf.system.signals import Signals
 from hfgolf.system.wording import duration, join_words, labeled, one_line, shortened
 from hfgolf.train import loop
-from hfgolf.train.claim import changed_text, completed, damage, with_own_folder
+from hfgolf.train.claim import changed_text, completed, with_own_folder
 from hfgolf.train.console import show_log
 from hfgolf.train.decisions import with_accelerate
 from hfgolf.train.finish import show_summary
@@ -125,7 +125,7 @@ def _train_or_show(
         if "run.name" not in resolved.sources and (resume := resolved.config.train.resume) in (None, "auto"):
             resolved = with_own_folder(resolved, starts_beside_unfinished=resume is None)
         folder = run_folder(resolved.config)
-        summary = decide(lambda: completed(folder, resolved))
+        summary, damage = decide(lambda: completed(folder, resolved))
         if summary:
             logger.info("%s is complete; to train again, choose another --run.name or delete that folder", folder.path)
             changes = changed_text(folder, resolved.config) if state.is_main_process else []
@@ -133,9 +133,8 @@ def _train_or_show(
                 logger.warning("the text has changed since it was trained (%s)", ", ".join(changes))
             show_summary(summary)
             return resolved, summary, changes
-        damaged = decide(lambda: damage(folder, resolved))
-        if damaged:
-            logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damaged)
+        if damage:
+            logger.warning("%s: %s; rebuilding it from the checkpoints", folder.path, damage)
             resolved = resolved.resolve("auto", train__resume="auto")
         return resolved, _train(resolved, hooks, signals, may_teach), []
 

@@ -123,7 +123,7 @@ def _last_start(run: PlannedRun) -> tuple[int, int] | None:
 
 def _is_complete(run: PlannedRun) -> bool:
     resolved, folder = with_accelerate(run.resolved), run.folder
-    if completed(folder, resolved):
+    if completed(folder, resolved)[0]:
         return True
     changed = changes(folder, resolved) if folder.config.exists() else []
     if changed:

@@ -143,11 +143,23 @@ def _other_run(said: ResolvedConfig) -> list[str]:
     return (changes(folder, said) or changed_text(folder, said.config)) if folder.config.exists() else []
 
 
-def completed(folder: RunFolder, resolved: ResolvedConfig) -> dict[str, Any] | None:
-    """Return the summary if this run is already complete and its model is undamaged, else None."""
-    if not _has_ended(folder, resolved) or damage(folder, resolved):
-        return None
-    return json.loads(folder.summary.read_text()) | {"model": str(folder.model)}
+def completed(folder: RunFolder, resolved: ResolvedConfig) -> tuple[dict[str, Any] | None, str | None]:
+    """Return the summary of this run if it is complete already, and else what has changed in it since, if it was.
+
+    That is its summary or a file of its model. Raises UserError if there is no checkpoint to rebuild it from.
+    """
+    may_resume = resolved.config.train.resume in (None, "auto")
+    if not (may_resume and folder.summary.is_file() and folder.read_config()) or changes(folder, resolved):
+        return None, None
+    damage = folder.find_damage()
+    if damage is None:
+        return json.loads(folder.summary.read_text()) | {"model": str(folder.model)}, None
+    if not newest_first(folder.checkpoints):
+        raise UserError(
+            f"run.name: {folder.path} holds a complete run, but {damage}, and there is no checkpoint to rebuild it"
+            " from; choose another --run.name, or delete that folder."
+        )
+    return None, damage
 
 
 def changed_text(folder: RunFolder, config: RunConfig) -> list[str]:
@@ -157,23 +169,3 @@ def changed_text(folder: RunFolder, config: RunConfig) -> list[str]:
         return text_changes(read_identity(newest)["corpus"], load_corpus(config.data).identity) if newest else []
     except UserError:  # the text or its server is gone, and a complete run no longer needs it
         return []
-
-
-def damage(folder: RunFolder, resolved: ResolvedConfig) -> str | None:
-    """Describe what has changed since this run ended: its summary or a file of its model. None if nothing has.
-
-    Raises UserError if there is no checkpoint to rebuild it from.
-    """
-    found = folder.find_damage() if _has_ended(folder, resolved) else None
-    if found and not newest_first(folder.checkpoints):
-        raise UserError(
-            f"run.name: {folder.path} holds a complete run, but {found}, and there is no checkpoint to rebuild it"
-            " from; choose another --run.name, or delete that folder."
-        )
-    return found
-
-
-def _has_ended(folder: RunFolder, resolved: ResolvedConfig) -> bool:
-    if resolved.config.train.resume not in (None, "auto") or not (folder.summary.is_file() and folder.read_config()):
-        return False
-    return not changes(folder, resolved)
