@@ -12,7 +12,7 @@ import platform
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -231,14 +231,16 @@ def measured_peak_flops(device: torch.device, dtype: torch.dtype, size: int | No
     size = size or (1024 if device.type == "cpu" else 4096)
     own_generator = torch.Generator(device).manual_seed(0)  # leaves the run's random state alone
     a, b = torch.randn(2, size, size, device=device, generator=own_generator).to(dtype)
-    best_seconds = float("inf")
-    for _ in range(6):  # the first is a warm-up
-        synchronize(device)
-        started_at = time.perf_counter()
-        a @ b
-        synchronize(device)
-        best_seconds = min(best_seconds, time.perf_counter() - started_at)
-    return 2 * size**3 / best_seconds
+    return 2 * size**3 / min(seconds_of(lambda: a @ b, device) for _ in range(6))  # the first is a warm-up
+
+
+def seconds_of(work: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds that a device takes for some work, once it has done all that came before."""
+    synchronize(device)
+    started_at = time.perf_counter()
+    work()
+    synchronize(device)
+    return time.perf_counter() - started_at
 
 
 def synchronize(device: torch.device) -> None:

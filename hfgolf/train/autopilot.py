@@ -11,7 +11,6 @@ import lzma
 import math
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from hfgolf.measure.memory import choose_micro_batch_size
 from hfgolf.optim.groups import build_optimizer
 from hfgolf.optim.layout import layout
 from hfgolf.system.errors import UserError
-from hfgolf.system.hardware import peak_flops, synchronize
+from hfgolf.system.hardware import peak_flops, seconds_of
 from hfgolf.system.ranks import decide, gather
 from hfgolf.system.wording import count_of, duration, labeled, rounded
 from hfgolf.train.build import build_model
@@ -383,18 +382,10 @@ def _median_seconds(work: Callable[[], None], device: torch.device) -> float:
 
     All ranks do it as often: in a step, they exchange Muon's updates.
     """
-
-    def seconds() -> float:
-        synchronize(device)
-        started_at = time.perf_counter()
-        work()
-        synchronize(device)
-        return time.perf_counter() - started_at
-
-    seconds()
-    second = seconds()
+    work()
+    second = seconds_of(work, device)
     times = decide(lambda: min(max(3, round(TIMED_SECONDS / second)), MAX_TIMES))
-    return statistics.median(seconds() for _ in range(times))
+    return statistics.median(seconds_of(work, device) for _ in range(times))
 
 
 def _described(best: Choice, others: Mapping[str, Choice], unknown: str, is_averaged: bool) -> list[str]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TypeVar
@@ -15,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hfgolf.evaluate.context import undo_compilation
 from hfgolf.model.modeling_golf import ChunkedCrossEntropy
-from hfgolf.system.hardware import missing_compiler, synchronize
+from hfgolf.system.hardware import missing_compiler, seconds_of
 from hfgolf.system.ranks import gather
 from hfgolf.system.wording import first_line
 from hfgolf.train.feed import halve_until_it_fits, is_out_of_memory
@@ -88,13 +87,8 @@ def uncompiled_seconds(run: Run) -> float:
 
 def timed_pass(run: Run) -> float:
     """Return the seconds of a second forward and backward pass: the first also loads kernels and finds memory."""
-    device = run.accelerator.device
     _run_pass(run)
-    synchronize(device)
-    started_at = time.perf_counter()
-    _run_pass(run)
-    synchronize(device)
-    return time.perf_counter() - started_at
+    return seconds_of(lambda: _run_pass(run), run.accelerator.device)
 
 
 def _missing_on_a_rank(device: torch.device) -> str | None:

@@ -134,8 +134,8 @@ def ranks_are_of_different_speed() -> None:
     is_second = os.environ["RANK"] == "1"
     autopilot.TIMED_SECONDS = 0.2
     autopilot.peak_flops = lambda *_: 1e12 if is_second else 1e10
-    real = autopilot.synchronize
-    autopilot.synchronize = lambda device: time.sleep(0.02) if is_second else real(device)
+    real = autopilot.seconds_of
+    autopilot.seconds_of = lambda work, device: real(lambda: (work(), time.sleep(0.02 * is_second)), device)
 
 
 @pytest.mark.distributed

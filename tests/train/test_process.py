@@ -26,6 +26,7 @@ from hfgolf.model import causal_blocks
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.run.metrics import read_rows
+from hfgolf.system import hardware
 from hfgolf.system.errors import UserError
 from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.train import compilation, decisions, launched, process, setup
@@ -182,8 +183,8 @@ def test_a_gpu_compiles_by_the_time_of_a_pass(monkeypatch, pass_seconds, steps, 
         clock.now += pending.pop(0)
 
     monkeypatch.setattr(compilation, "_run_pass", pass_)
-    monkeypatch.setattr(compilation.time, "perf_counter", lambda: clock.now)
-    monkeypatch.setattr(compilation, "synchronize", lambda device: None)
+    monkeypatch.setattr(hardware.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(hardware, "synchronize", lambda device: None)
     monkeypatch.setattr(compilation, "missing_compiler", lambda device: None)
     monkeypatch.setattr(compilation, "_on_all_processes", lambda run, work: work())
     monkeypatch.setattr(compilation, "gather", lambda value: [value, slowest if isinstance(value, float) else value])
