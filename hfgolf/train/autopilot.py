@@ -91,21 +91,19 @@ class Speed:
     assumed_flops: float
     """FLOP/s until the first step is timed."""
     sequence_length: int
-    timed: dict[tuple[int, int, int], tuple[float, float]] = field(default_factory=dict)
-    """{width, vocabulary and tokens of a step: its FLOPs and its seconds}; infinity if it does not fit."""
+    timed: dict[tuple[Shape, int], float] = field(default_factory=dict)
+    """{(shape, tokens of a step): its seconds}; infinity if it does not fit."""
 
     def seconds(self, shape: Shape, tokens_per_step: int) -> float:
         """Return what was timed, or what follows from the two timed steps that are nearest in FLOPs.
 
         A step takes a fixed time, and the rest of it grows with its FLOPs. With one timed step, a third is fixed.
         """
-        if (known := self.timed.get((shape.width, shape.vocabulary, tokens_per_step))) is not None:
-            return known[1]
-        flops = tokens_per_step * shape.flops_per_token(self.sequence_length)
-        steps = sorted(
-            (step for step in self.timed.values() if step[1] < math.inf),
-            key=lambda step: abs(math.log(step[0] / flops)),
-        )
+        if (known := self.timed.get((shape, tokens_per_step))) is not None:
+            return known
+        flops = self._flops(shape, tokens_per_step)
+        steps = [(self._flops(*step), seconds) for step, seconds in self.timed.items() if seconds < math.inf]
+        steps.sort(key=lambda step: abs(math.log(step[0] / flops)))
         if not steps:
             return flops / self.assumed_flops
         near, seconds = steps[0]
@@ -121,20 +119,14 @@ class Speed:
 
         Two widths at least: from one alone, the others' steps, and so the choice, would follow from what is assumed.
         """
-        if self._key(best) not in self.timed:
+        if (best.shape, best.tokens_per_step) not in self.timed:
             return best
         possible = [choice for choice in choices if choice.bits_per_byte < math.inf]
         others = [choice for choice in possible if choice.shape.width != best.shape.width]
-        return _best(others) if others and len({width for width, *_ in self.timed}) == 1 else None
+        return _best(others) if others and len({shape.width for shape, _ in self.timed}) == 1 else None
 
-    def add(self, choice: Choice, seconds: float) -> None:
-        """Note the seconds of a step that was timed."""
-        flops = choice.tokens_per_step * choice.shape.flops_per_token(self.sequence_length)
-        self.timed[self._key(choice)] = flops, seconds
-
-    @staticmethod
-    def _key(choice: Choice) -> tuple[int, int, int]:
-        return choice.shape.width, choice.shape.vocabulary, choice.tokens_per_step
+    def _flops(self, shape: Shape, tokens_per_step: int) -> float:
+        return tokens_per_step * shape.flops_per_token(self.sequence_length)
 
 
 def choose(said: ResolvedConfig, device: torch.device, num_processes: int, may_teach: bool) -> Chosen:
@@ -160,8 +152,8 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int, may_t
         seconds = seconds_per_step(config.replace(**values), untimed.shape.vocabulary, device, num_processes)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the next shape, and the run, count what is free
-        speed.add(untimed, seconds)
-    if all(seconds == math.inf for _, seconds in speed.timed.values()):
+        speed.timed[untimed.shape, untimed.tokens_per_step] = seconds
+    if all(seconds == math.inf for seconds in speed.timed.values()):
         raise UserError("train.max_minutes: no shape fits into the free memory; end other programs, or use a --config.")
     others = _others(best, choices)
     for name, times in (("half the time", 0.5), ("twice the time", 2)):

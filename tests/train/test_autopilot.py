@@ -153,10 +153,10 @@ def test_untimed_steps_follow_from_the_nearest_timed_ones():
     speed = Speed(1e11, 256)
     assert speed.seconds(small, 2048) == pytest.approx(flops[small] / 1e11)
     for shape in (middle, large):
-        speed.timed[shape.width, 256, 2048] = flops[shape], 0.08 + flops[shape] / 1e11
+        speed.timed[shape, 2048] = 0.08 + flops[shape] / 1e11
         assert speed.seconds(shape, 2048) == 0.08 + flops[shape] / 1e11
     assert speed.seconds(small, 2048) == pytest.approx(0.08 + flops[small] / 1e11)
-    speed.timed[64, 256, 2048] = flops[small], math.inf  # does not fit
+    speed.timed[small, 2048] = math.inf  # does not fit
     assert speed.seconds(small, 2048) == math.inf
     assert speed.seconds(large, 4096) == pytest.approx(0.08 + 2 * flops[large] / 1e11)
 
