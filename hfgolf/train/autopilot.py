@@ -13,7 +13,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -139,17 +139,18 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int, may_t
     config, minutes = said.config, said.config.train.max_minutes or math.inf
     open_keys = {key for key in AUTOPILOT if said.sources.get(key) == "auto"}
     text = decide(lambda: measure_text(config, open_keys))
-    sizes = _possible_sizes(config, open_keys, text, num_processes)
+    question = Question(config, open_keys, text, num_processes, may_teach)
+    shapes = question.shapes()
     peak = decide(lambda: peak_flops(device, str(config.train.mixed_precision))) * num_processes
     speed = Speed(ASSUMED_MFU * peak, config.batch.sequence_length)
     while True:
-        choices = list(_choices(config, open_keys, text, speed, sizes, num_processes, may_teach))
+        choices = list(question.choices(shapes, speed))
         best = _best(choices)
         untimed = speed.untimed(best, choices) if len(speed.timed) < MAX_TIMED else None
         if untimed is None:
             break
-        values = _values(config, untimed, open_keys)
-        seconds = seconds_per_step(config.replace(**values), untimed.shape.vocabulary, device, num_processes)
+        timed = config.replace(**question.values(untimed))
+        seconds = seconds_per_step(timed, untimed.shape.vocabulary, device, num_processes)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # the next shape, and the run, count what is free
         speed.timed[untimed.shape, untimed.tokens_per_step] = seconds
@@ -157,10 +158,10 @@ def choose(said: ResolvedConfig, device: torch.device, num_processes: int, may_t
         raise UserError("train.max_minutes: no shape fits into the free memory; end other programs, or use a --config.")
     others = _others(best, choices)
     for name, times in (("half the time", 0.5), ("twice the time", 2)):
-        longer = config.replace(train__max_minutes=times * minutes)
-        others[name] = _best(_choices(longer, open_keys, text, speed, sizes, num_processes, may_teach))
+        longer = replace(question, config=config.replace(train__max_minutes=times * minutes))
+        others[name] = _best(longer.choices(shapes, speed))
     seconds = speed.seconds(best.shape, best.tokens_per_step)
-    values = _values(config, best, open_keys)
+    values = question.values(best)
     is_averaged = values.get("optim__ema_export", False)
     unknown = "dropout" if config.model.dropout else f"text so {text.strange}" if text.strange else ""
     lines = _described(best, others, unknown, is_averaged)
@@ -222,115 +223,108 @@ def density(text: str) -> float:
     return 8 * len(lzma.compress(raw)) / len(raw)
 
 
-def _possible_sizes(config: RunConfig, open_keys: set[str], text: Text, num_processes: int) -> list[Shape]:
-    """Return the shapes that go with what is stated, smaller widths first.
+@dataclass(frozen=True)
+class Question:
+    """What there is to choose: the open keys of a config, for a text and so many processes."""
 
-    Raises UserError if there are none.
-    """
-    model, refused = config.model, None
-    widths = WIDTHS if "model.hidden_size" in open_keys else (model.hidden_size,)
-    possible, step = list[Shape](), _step_of(config, open_keys, num_processes)
-    for width, vocabulary in itertools.product(widths, text.tokens_per_byte):
-        is_deep = "model.num_hidden_layers" in open_keys
-        shape = Shape(width, layers_of(width) if is_deep else model.num_hidden_layers, vocabulary)
-        whole = Choice(shape, step, step, 0.0, math.inf, True, math.inf, False)
-        try:
-            config.replace(**_values(config, whole, open_keys))
-            possible.append(shape)
-        except UserError as error:
-            refused = refused or error
-    if not possible:
-        raise UserError(f"train.max_minutes: no shape that would be chosen goes with what is stated; {refused}")
-    return possible
+    config: RunConfig
+    open_keys: set[str]
+    text: Text
+    num_processes: int
+    may_teach: bool
 
+    def shapes(self) -> list[Shape]:
+        """Return the shapes that go with what is stated, smaller widths first. Raises UserError if there are none."""
+        model, refused = self.config.model, None
+        widths = WIDTHS if "model.hidden_size" in self.open_keys else (model.hidden_size,)
+        possible, step = list[Shape](), self.step_of()
+        for width, vocabulary in itertools.product(widths, self.text.tokens_per_byte):
+            is_deep = "model.num_hidden_layers" in self.open_keys
+            shape = Shape(width, layers_of(width) if is_deep else model.num_hidden_layers, vocabulary)
+            whole = Choice(shape, step, step, 0.0, math.inf, True, math.inf, False)
+            try:
+                self.config.replace(**self.values(whole))
+                possible.append(shape)
+            except UserError as error:
+                refused = refused or error
+        if not possible:
+            raise UserError(f"train.max_minutes: no shape that would be chosen goes with what is stated; {refused}")
+        return possible
 
-def _step_of(config: RunConfig, open_keys: set[str], num_processes: int, tokens: float = 0.0) -> int:
-    """Return the tokens of a step of a training of so many, which micro-batches divide."""
-    batch = config.batch
-    if "batch.tokens_per_step" not in open_keys:
-        return batch.tokens_per_step
-    micro_batch = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1
-    multiple = micro_batch * batch.sequence_length * num_processes
-    return multiple * max(1, round(tokens_per_step_of(tokens) / multiple))
+    def step_of(self, tokens: float = 0.0) -> int:
+        """Return the tokens of a step of a training of so many, which micro-batches divide."""
+        batch = self.config.batch
+        if "batch.tokens_per_step" not in self.open_keys:
+            return batch.tokens_per_step
+        micro_batch = batch.micro_batch_size if isinstance(batch.micro_batch_size, int) else 1
+        multiple = micro_batch * batch.sequence_length * self.num_processes
+        return multiple * max(1, round(tokens_per_step_of(tokens) / multiple))
 
+    def _stated_tokens(self, step: int, text_tokens: float) -> float:
+        """Return the tokens after which the config ends the training, apart from the minutes."""
+        train = self.config.train
+        stated = None if "train.max_tokens" in self.open_keys else train.max_tokens
+        limits = train.max_steps and train.max_steps * step, train.max_epochs and train.max_epochs * text_tokens, stated
+        return min(filter(None, limits), default=math.inf)
 
-def _stated_tokens(config: RunConfig, open_keys: set[str], text: Text, step: int, vocabulary: int) -> float:
-    """Return the tokens after which the config ends the training, apart from the minutes."""
-    train, text_tokens = config.train, text.num_bytes * text.tokens_per_byte[vocabulary]
-    stated = None if "train.max_tokens" in open_keys else train.max_tokens
-    limits = (train.max_steps and train.max_steps * step, train.max_epochs and train.max_epochs * text_tokens, stated)
-    return min(filter(None, limits), default=math.inf)
+    def _longest(self, shape: Shape, speed: Speed, text_tokens: float) -> tuple[float, int]:
+        """Return the most tokens that a shape sees in the minutes or that the config allows, and those of a step."""
+        seconds = SHARE_OF_STEPS * 60 * (self.config.train.max_minutes or math.inf)
+        larger, step = self.step_of(), 0
+        while larger > step:  # larger steps see more tokens in the time, and with more tokens go larger steps
+            step = larger
+            affordable = seconds / speed.seconds(shape, step) * step
+            tokens = min(affordable, self._stated_tokens(step, text_tokens))
+            larger = self.step_of(tokens)
+        return tokens, step
 
+    def choices(self, shapes: list[Shape], speed: Speed) -> Iterator[Choice]:
+        """Yield all of these shapes, with all lengths of a training that are worth a thought."""
+        lengths = LENGTHS[::-1] if "train.max_tokens" in self.open_keys else ()
+        minutes = self.config.train.max_minutes or math.inf
+        for shape in shapes:
+            text_tokens = self.text.num_bytes * self.text.tokens_per_byte[shape.vocabulary]
+            whole, step_of_whole = self._longest(shape, speed, text_tokens)
+            shorter = [(tokens, self.step_of(tokens)) for tokens in lengths if tokens < whole]
+            for tokens, step in ((whole, step_of_whole), *shorter):
+                is_whole = tokens == whole
+                is_small = shape.body_parameters <= max(FEW_WEIGHTS, tokens / TOKENS_PER_WEIGHT)
+                is_last_resort = is_whole and shape.width == shapes[0].width
+                is_known = is_last_resort or (is_small and tokens >= MIN_STEPS * step)
+                loss = bits_per_byte(self.text, shape, tokens, step) if is_known and tokens >= step else math.inf
+                spent = tokens / step * speed.seconds(shape, step)
+                epochs = tokens / text_tokens
+                is_used_up = not is_whole and epochs >= OFTEN
+                teaches = self.may_teach and is_used_up and has_time_to_teach(spent / SHARE_OF_STEPS, minutes)
+                yield Choice(shape, step, max(tokens, step), epochs, spent, is_whole, loss, teaches)
 
-def _longest(
-    config: RunConfig, open_keys: set[str], text: Text, speed: Speed, shape: Shape, num_processes: int
-) -> tuple[float, int]:
-    """Return the most tokens that a shape sees in the minutes or that the config allows, and those of a step."""
-    seconds = SHARE_OF_STEPS * 60 * (config.train.max_minutes or math.inf)
-    larger, step = _step_of(config, open_keys, num_processes), 0
-    while larger > step:  # larger steps see more tokens in the time, and with more tokens go larger steps
-        step = larger
-        affordable = seconds / speed.seconds(shape, step) * step
-        tokens = min(affordable, _stated_tokens(config, open_keys, text, step, shape.vocabulary))
-        larger = _step_of(config, open_keys, num_processes, tokens)
-    return tokens, step
-
-
-def _choices(
-    config: RunConfig,
-    open_keys: set[str],
-    text: Text,
-    speed: Speed,
-    sizes: list[Shape],
-    num_processes: int,
-    may_teach: bool,
-) -> Iterator[Choice]:
-    """Yield all of these shapes, with all lengths of a training that are worth a thought."""
-    lengths = LENGTHS[::-1] if "train.max_tokens" in open_keys else ()
-    minutes = config.train.max_minutes or math.inf
-    for shape in sizes:
-        text_tokens = text.num_bytes * text.tokens_per_byte[shape.vocabulary]
-        whole, step_of_whole = _longest(config, open_keys, text, speed, shape, num_processes)
-        shorter = [(tokens, _step_of(config, open_keys, num_processes, tokens)) for tokens in lengths if tokens < whole]
-        for tokens, step in ((whole, step_of_whole), *shorter):
-            is_whole = tokens == whole
-            is_small = shape.body_parameters <= max(FEW_WEIGHTS, tokens / TOKENS_PER_WEIGHT)
-            is_last_resort = is_whole and shape.width == sizes[0].width
-            is_known = is_last_resort or (is_small and tokens >= MIN_STEPS * step)
-            loss = bits_per_byte(text, shape, tokens, step) if is_known and tokens >= step else math.inf
-            spent = tokens / step * speed.seconds(shape, step)
-            epochs = tokens / text_tokens
-            is_used_up = not is_whole and epochs >= OFTEN
-            teaches = may_teach and is_used_up and has_time_to_teach(spent / SHARE_OF_STEPS, minutes)
-            yield Choice(shape, step, max(tokens, step), epochs, spent, is_whole, loss, teaches)
-
-
-def _values(config: RunConfig, choice: Choice, open_keys: set[str]) -> dict[str, Any]:
-    """Return {section__key: value} of the open keys."""
-    shape, step = choice.shape, choice.tokens_per_step
-    steps = choice.tokens / step
-    has_size = config.tokenizer.kind in ("bpe", "byte")  # others have the entries that they have
-    repeated = values_of_repeats(choice.epochs, steps)
-    if config.golf.qat_fraction or not {"optim.ema_decay", "optim.ema_export"} <= open_keys:
-        repeated = {key: value for key, value in repeated.items() if not key.startswith("optim.ema")}
-    muon, adamw = rates_of(shape.width, "optim.ema_export" in repeated)
-    values = {
-        "tokenizer.kind": "byte" if shape.vocabulary == 256 else "bpe",
-        "tokenizer.vocab_size": "auto" if shape.vocabulary == 256 or not has_size else shape.vocabulary,
-        "model.hidden_size": shape.width,
-        "model.num_hidden_layers": shape.layers,
-        "model.num_attention_heads": heads_of(shape.width, config.model.num_key_value_heads or 1),
-        "batch.tokens_per_step": step,
-        "optim.learning_rate": float(f"{muon:.2g}"),
-        "optim.adamw_learning_rate": float(f"{adamw:.2g}"),
-        "batch.segment_length": config.batch.segment_length,
-        "optim.ema_decay": None,
-        "optim.ema_export": False,
-        "train.max_tokens": None if choice.is_whole else round(choice.tokens / step) * step,
-        "schedule.warmup_steps": min(20, int(steps / 10)),
-        "train.eval_every_steps": max(1, round(steps / min(EVALUATIONS, max(1, choice.seconds / EVALUATION_SECONDS)))),
-    }
-    return {key.replace(".", "__"): value for key, value in (values | repeated).items() if key in open_keys}
+    def values(self, choice: Choice) -> dict[str, Any]:
+        """Return {section__key: value} of the open keys."""
+        config, shape, step = self.config, choice.shape, choice.tokens_per_step
+        steps = choice.tokens / step
+        has_size = config.tokenizer.kind in ("bpe", "byte")  # others have the entries that they have
+        repeated = values_of_repeats(choice.epochs, steps)
+        if config.golf.qat_fraction or not {"optim.ema_decay", "optim.ema_export"} <= self.open_keys:
+            repeated = {key: value for key, value in repeated.items() if not key.startswith("optim.ema")}
+        muon, adamw = rates_of(shape.width, "optim.ema_export" in repeated)
+        evaluations = min(EVALUATIONS, max(1, choice.seconds / EVALUATION_SECONDS))
+        values = {
+            "tokenizer.kind": "byte" if shape.vocabulary == 256 else "bpe",
+            "tokenizer.vocab_size": "auto" if shape.vocabulary == 256 or not has_size else shape.vocabulary,
+            "model.hidden_size": shape.width,
+            "model.num_hidden_layers": shape.layers,
+            "model.num_attention_heads": heads_of(shape.width, config.model.num_key_value_heads or 1),
+            "batch.tokens_per_step": step,
+            "optim.learning_rate": float(f"{muon:.2g}"),
+            "optim.adamw_learning_rate": float(f"{adamw:.2g}"),
+            "batch.segment_length": config.batch.segment_length,
+            "optim.ema_decay": None,
+            "optim.ema_export": False,
+            "train.max_tokens": None if choice.is_whole else round(choice.tokens / step) * step,
+            "schedule.warmup_steps": min(20, int(steps / 10)),
+            "train.eval_every_steps": max(1, round(steps / evaluations)),
+        }
+        return {key.replace(".", "__"): value for key, value in (values | repeated).items() if key in self.open_keys}
 
 
 def values_of_repeats(epochs: float, steps: float) -> dict[str, Any]:

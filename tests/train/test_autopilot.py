@@ -18,7 +18,7 @@ from hfgolf.config.parse import AUTOPILOT, _say_once, base_for, load_config
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import read_rows
 from hfgolf.train import autopilot, setup
-from hfgolf.train.autopilot import Choice, Speed
+from hfgolf.train.autopilot import Choice, Question, Speed
 from hfgolf.train.decisions import decide
 from hfgolf.train.law import Shape, Text, rates_of, tokens_per_step_of
 
@@ -224,8 +224,8 @@ def test_steps_are_as_large_as_goes_with_their_tokens(text):
 
     def choices_of(minutes, open_keys):
         config = load_config([text, f"--minutes={minutes}"]).config
-        large, sizes = Text(2e9, 2.0, {2048: 0.3}), [Shape(128, 3, 2048)]
-        return list(autopilot._choices(config, open_keys, large, speed, sizes, 1, may_teach=True))
+        question = Question(config, open_keys, Text(2e9, 2.0, {2048: 0.3}), 1, may_teach=True)
+        return list(question.choices([Shape(128, 3, 2048)], speed))
 
     for minutes, of_whole in ((1, 4096), (100, 32768)):
         choices = choices_of(minutes, set(AUTOPILOT))
