@@ -127,7 +127,7 @@ def count_tokens(config: RunConfig) -> TokenCounts:
     Raises UserError if the config's tokenizer cannot be loaded.
     """
     tokenizer, known = config.tokenizer, None
-    found: list[tuple[Path, object] | None] = []
+    found: list[Path | None] = []
     try:
         corpus = load_corpus(config.data)
         texts = [*corpus.texts.values()] or [corpus]
@@ -137,16 +137,15 @@ def count_tokens(config: RunConfig) -> TokenCounts:
         if (is_listed and 0 < num_bytes <= MAX_CHEAP_BYTES) or config.data.source == "shards":
             tokens = token_cache.load_tokens(config.data, tokenizer)
             return TokenCounts(embedding_rows(tokens.tokenizer), len(tokens.train), len(tokens.val))
-        cache = cache_folder(config.data)
-        if known := find_tokenizer(tokenizer, corpus.identity, cache / "tokenizers"):
-            found = [token_cache.find_cache(text, tokenizer, cache, known) for text in texts]
+        if known := find_tokenizer(tokenizer, corpus.identity, cache_folder(config.data) / "tokenizers"):
+            found = [token_cache.find_cache(text, tokenizer, known) for text in texts]
         reason = "not tokenized yet" + (f": {num_bytes / 1e6:,.0f} MB of files" if listed else "")
     except UserError as error:
         reason = str(error)
     if known and all(found):
         try:
             train, val = (
-                sum(len(open_stream(stream_path(one[0], split))) for one in found if one) for split in ("train", "val")
+                sum(len(open_stream(stream_path(one, split))) for one in found if one) for split in ("train", "val")
             )
             return TokenCounts(embedding_rows(known), train, val)
         except (OSError, ValueError) as error:

@@ -122,21 +122,19 @@ def load_tokens(
     corpus = corpus or load_corpus(data)
     if corpus.texts:
         return _load_mixture(corpus, tokenizer_config, tokenizer)
-    cache_dir = cache_folder(data)
-    # load it only once: a large one takes a while
-    tokenizer = tokenizer or find_tokenizer(tokenizer_config, corpus.identity, cache_dir / "tokenizers")
+    tokenizer = tokenizer or _find_tokenizer(corpus, tokenizer_config)  # only once: a large one takes a while to load
     if data.source == "shards" and tokenizer is not None:
         train, val = open_shards(corpus, tokenizer)
         folder, sha256 = train.paths[0].parent, tokenizer_sha256(tokenizer)
         tokens = TokenCache(train, val, tokenizer, folder, True, corpus.identity, sha256)
     else:
-        found = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
+        found = _find_tokens(corpus, tokenizer_config, tokenizer)
         if found is None:
-            with _building(corpus, cache_dir) as scratch:
+            with _building(corpus) as scratch:
                 # another process may have built it while this one waited
-                found = _find_tokens(corpus, tokenizer_config, cache_dir, tokenizer)
+                found = _find_tokens(corpus, tokenizer_config, tokenizer)
                 if found is None:
-                    folder, tokenizer = _build_cache(corpus, tokenizer_config, cache_dir, scratch, tokenizer)
+                    folder, tokenizer = _build_cache(corpus, tokenizer_config, scratch, tokenizer)
                     return _open_cache(folder, tokenizer, corpus, is_hit=False)
         tokens = found
     sizes = f"{len(tokens.train):,} train tokens, {len(tokens.val):,} validation tokens"
@@ -146,11 +144,10 @@ def load_tokens(
 
 def _load_mixture(corpus: Corpus, config: TokenizerSection, tokenizer: PreTrainedTokenizerFast | None) -> TokenCache:
     """Return the tokens of a mixture: of each text from a cache of its own, all by one tokenizer."""
-    cache_dir = cache_folder(corpus.data)
-    tokenizer = tokenizer or find_tokenizer(config, corpus.identity, cache_dir / "tokenizers")
+    tokenizer = tokenizer or _find_tokenizer(corpus, config)
     if tokenizer is None:
-        with _building(corpus, cache_dir) as scratch:
-            tokenizer = _train_tokenizer(corpus, config, cache_dir, scratch)
+        with _building(corpus) as scratch:
+            tokenizer = _train_tokenizer(corpus, config, scratch)
     texts: dict[str, TokenCache] = {}
     for name, text in corpus.texts.items():
         with of_text(name):
@@ -161,7 +158,7 @@ def _load_mixture(corpus: Corpus, config: TokenizerSection, tokenizer: PreTraine
         train=MixedStream(tuple(one.train for one in caches), tuple(texts), all_stages),
         val=MixedStream(tuple(one.val for one in caches), tuple(texts), all_stages),
         tokenizer=tokenizer,
-        path=cache_dir / "tokens",
+        path=cache_folder(corpus.data) / "tokens",
         is_hit=all(one.is_hit for one in caches),
         identity=corpus.identity,
         tokenizer_sha256=tokenizer_sha256(tokenizer),
@@ -171,9 +168,7 @@ def _load_mixture(corpus: Corpus, config: TokenizerSection, tokenizer: PreTraine
     )
 
 
-def _train_tokenizer(
-    corpus: Corpus, config: TokenizerSection, cache_dir: Path, scratch: Path
-) -> PreTrainedTokenizerFast:
+def _train_tokenizer(corpus: Corpus, config: TokenizerSection, scratch: Path) -> PreTrainedTokenizerFast:
     """Train the tokenizer of a mixture on all of its texts."""
 
     def pieces() -> Any:
@@ -183,7 +178,7 @@ def _train_tokenizer(
                 found.append(one.write_pieces(scratch / str(number))["train"])
         return mixed_pieces(found, mean_shares(corpus.data.mixture), config)
 
-    return build_tokenizer(config, corpus.identity, pieces, cache_dir / "tokenizers")
+    return build_tokenizer(config, corpus.identity, pieces, _tokenizers(corpus))
 
 
 def _summed_overlap(texts: list[TokenCache]) -> dict[str, Any]:
@@ -195,37 +190,41 @@ def _summed_overlap(texts: list[TokenCache]) -> dict[str, Any]:
     return counts | {"val_share_in_train": repeated / max(1, sum(text.val.num_bytes for text in texts))}
 
 
+def _tokenizers(corpus: Corpus) -> Path:
+    return cache_folder(corpus.data) / "tokenizers"
+
+
+def _find_tokenizer(corpus: Corpus, config: TokenizerSection) -> PreTrainedTokenizerFast | None:
+    return find_tokenizer(config, corpus.identity, _tokenizers(corpus))
+
+
 def _find_tokens(
-    corpus: Corpus, config: TokenizerSection, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None
+    corpus: Corpus, config: TokenizerSection, tokenizer: PreTrainedTokenizerFast | None
 ) -> TokenCache | None:
-    found = find_cache(corpus, config, cache_dir, tokenizer)
-    if found is None:
+    tokenizer = tokenizer or _find_tokenizer(corpus, config)
+    folder = find_cache(corpus, config, tokenizer) if tokenizer else None
+    if tokenizer is None or folder is None:
         return None
     try:
-        tokens = _open_cache(*found, corpus, is_hit=True)
+        tokens = _open_cache(folder, tokenizer, corpus, is_hit=True)
         if sum(path.stat().st_size for path in tokens.path.glob("*/*.arrow")) <= VERIFIED_BEFORE_USE_BYTES:
             tokens.check(wait=True)
         return tokens
     except DamagedCacheError:
         return None
     except (OSError, ValueError) as error:
-        note_damage(found[0], str(error))
+        note_damage(folder, str(error))
         return None
 
 
-def find_cache(
-    corpus: Corpus, config: TokenizerSection, cache_dir: Path, tokenizer: PreTrainedTokenizerFast | None = None
-) -> tuple[Path, PreTrainedTokenizerFast] | None:
-    """Return the matching cache's (folder, tokenizer), or None. tokenizer: pass it if it is already known."""
-    tokenizer = tokenizer or find_tokenizer(config, corpus.identity, cache_dir / "tokenizers")
-    if tokenizer is None:
-        return None
-    folder, key = _cache_path(corpus, config, cache_dir, tokenizer)
-    return (folder, tokenizer) if _problem(folder, key) is None else None
+def find_cache(corpus: Corpus, config: TokenizerSection, tokenizer: PreTrainedTokenizerFast) -> Path | None:
+    """Return the folder of the matching cache, or None."""
+    folder, key = _cache_path(corpus, config, tokenizer)
+    return folder if _problem(folder, key) is None else None
 
 
 def _cache_path(
-    corpus: Corpus, config: TokenizerSection, cache_dir: Path, tokenizer: PreTrainedTokenizerFast
+    corpus: Corpus, config: TokenizerSection, tokenizer: PreTrainedTokenizerFast
 ) -> tuple[Path, dict[str, Any]]:
     """Return the folder of the cache, and its key: everything the tokens depend on."""
     key = {
@@ -243,7 +242,7 @@ def _cache_path(
         key["chat_template_sha256"] = hashlib.sha256(template.encode()).hexdigest()
         named = tokenizer.special_tokens_map.items()
         key |= {f"chat_{name}": str(token) for name, token in named if name in template}
-    return cache_dir / "tokens" / _digest(key), key
+    return cache_folder(corpus.data) / "tokens" / _digest(key), key
 
 
 def _digest(identity: dict[str, Any]) -> str:
@@ -251,12 +250,12 @@ def _digest(identity: dict[str, Any]) -> str:
 
 
 @contextmanager
-def _building(corpus: Corpus, cache_dir: Path) -> Iterator[Path]:
+def _building(corpus: Corpus) -> Iterator[Path]:
     """Hold the lock of all builds from one text, and yield a folder for what they need for a while.
 
     Its tokenizers and tokens may be the same. With the lock, it is safe to delete what an interrupted build left.
     """
-    text = _digest(corpus.identity)
+    text, cache_dir = _digest(corpus.identity), cache_folder(corpus.data)
     with writing("data.cache_dir", cache_dir):
         for folder in ("locks", "tokenizers"):
             (cache_dir / folder).mkdir(exist_ok=True)
@@ -281,20 +280,20 @@ def _problem(folder: Path, key: dict[str, Any]) -> str | None:
 
 
 def _build_cache(
-    corpus: Corpus, config: TokenizerSection, cache_dir: Path, scratch: Path, tokenizer: PreTrainedTokenizerFast | None
+    corpus: Corpus, config: TokenizerSection, scratch: Path, tokenizer: PreTrainedTokenizerFast | None
 ) -> tuple[Path, PreTrainedTokenizerFast]:
     """Build the cache, and the tokenizer if it is not known. Return the cache's folder and the tokenizer."""
     pieces = cache(lambda: corpus.write_pieces(scratch / "text"))
     if tokenizer is None:
-        tokenizer = build_tokenizer(config, corpus.identity, lambda: pieces()["train"], cache_dir / "tokenizers")
-    folder, key = _cache_path(corpus, config, cache_dir, tokenizer)
+        tokenizer = build_tokenizer(config, corpus.identity, lambda: pieces()["train"], _tokenizers(corpus))
+    folder, key = _cache_path(corpus, config, tokenizer)
     problem = _problem(folder, key)
     if problem is None:  # only the tokenizer was damaged or lost
         return folder, tokenizer
     if folder.exists():
         _log.info("cache damaged: %s (%s); rebuilding it", folder, problem)
     else:
-        _log.debug("cache miss: %s", _what_changed(key, cache_dir))
+        _log.debug("cache miss: %s", _what_changed(key, cache_folder(corpus.data)))
     partial = folder.with_name(f".partial-{_digest(corpus.identity)}")
     partial.mkdir(parents=True)
     tokenizer_loss = write_streams(corpus, config.kind, tokenizer, pieces, partial, scratch, folder.name)
