@@ -35,17 +35,17 @@ def validate(run: Run, before_batch: Callable[[], None]) -> dict[str, Any]:
     earlier rows.
     """
     train, budget = run.config.train, run.config.eval_tokens
-    row, judged = _evaluate_all_weights(run, budget, before_batch)
+    row, exported = _evaluate_all_weights(run, budget, before_batch)
+    judged_loss = exported[0].loss
     run.clock.agree_on_end()
-    is_last = run.clock.is_over() or _stops_early(train, run.state.evals_after(judged.loss))
-    final, evaluation, subset = final_budget(run), judged, {}
+    is_last = run.clock.is_over() or _stops_early(train, run.state.evals_after(judged_loss))
+    final, subset = final_budget(run), {}
     if is_last and not _read_alike(run, budget, final):
         subset = {f"subset_{key}": value for key, value in row.items()}
-        row, evaluation = _evaluate_all_weights(run, final, before_batch)
+        row, exported = _evaluate_all_weights(run, final, before_batch)
     if is_last or _read_alike(run, budget, None):
-        columns = {key: value for key, value in row.items() if not key.endswith("_ema")}
-        run.final_evaluations = {run.state.step: (evaluation, columns)}
-    run.state.judge(judged.loss)
+        run.final_evaluations = {run.state.step: exported}
+    run.state.judge(judged_loss)
     return row | subset
 
 
@@ -110,15 +110,16 @@ def _read_alike(run: Run, budget: int | None, other: int | None) -> bool:
 
 def _evaluate_all_weights(
     run: Run, budget: int | None, before_batch: Callable[[], None]
-) -> tuple[dict[str, Any], Evaluation]:
-    """Return columns of the row, and the evaluation of the weights that an export would take."""
+) -> tuple[dict[str, Any], tuple[Evaluation, dict[str, Any]]]:
+    """Return columns of the row, and of the weights that an export would take, what `evaluate_texts` does."""
     with exported_weights(run):
-        evaluation, row = evaluate_texts(run, budget, before_batch)
+        exported = evaluate_texts(run, budget, before_batch)
+    row = exported[1]
     if run.ema is not None and not run.config.optim.ema_export:
         with run.ema.applied(), run.hooks.weights(run):
             averaged = evaluate(run, budget, before_batch)
-        row |= {"val_loss_ema": averaged.loss, "val_bits_per_byte_ema": averaged.bits_per_byte}
-    return row, evaluation
+        row = row | {"val_loss_ema": averaged.loss, "val_bits_per_byte_ema": averaged.bits_per_byte}
+    return row, exported
 
 
 def validate_start(run: Run, before_batch: Callable[[], None]) -> None:
