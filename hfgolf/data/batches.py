@@ -181,6 +181,7 @@ class MicroBatches(Dataset[Batch]):
         self, stream: Stream, sequence_length: int, seed: int | None, segments: Segments | None = None
     ) -> None:
         mixture = as_mixture(stream)
+        self.sequence_length = sequence_length
         self.turns = Turns(mixture.stages, sequence_length)
         self.texts: list[_Text] = []
         for number, (name, part) in enumerate(zip(mixture.names, mixture.parts, strict=True)):
@@ -194,13 +195,15 @@ class MicroBatches(Dataset[Batch]):
 
     def __getitem__(self, item: np.ndarray | tuple[np.ndarray, np.ndarray]) -> Batch:
         positions, of_step = item if isinstance(item, tuple) else (item, None)
-        found = [(rows, *text.read(own)) for text, rows, own in self._each(positions)]
-        rows, inputs, labels, starts = zip(*found, strict=True)
-        order = torch.from_numpy(np.argsort(np.concatenate(rows)))
+        # Trap: a view of one row has another stride, and torch.compile would recompile the model. These are copies.
+        inputs, labels = np.empty((2, len(positions), self.sequence_length), np.int64)
+        starts = []
+        for text, rows, own in self._each(positions):
+            inputs[rows], labels[rows], begins = text.read(own)
+            starts.append(begins)
         batch = {
-            # Trap: a view of the rows has another stride, and torch.compile would recompile the model. An index copies.
-            "input_ids": torch.cat(inputs)[order],
-            "shift_labels": torch.cat(labels)[order],
+            "input_ids": torch.from_numpy(inputs),
+            "shift_labels": torch.from_numpy(labels),
             "sample_hash": torch.tensor(sample_hash(np.concatenate(starts))),
         }
         if of_step is not None and any(text.stream.is_target is not None for text in self.texts):
@@ -240,13 +243,13 @@ class _Text:
         """Return (starts, tokens of each) of what the blocks consist of: themselves, or their segments in order."""
         return part_starts(self.seed, positions, self.num_blocks, self.sequence_length, self.segments)
 
-    def read(self, positions: np.ndarray) -> tuple[torch.Tensor, torch.Tensor, np.ndarray]:
+    def read(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the inputs and the labels of blocks, each (B, T) int64, and where their parts start in all texts."""
         starts, length = self.parts(positions)
-        tokens = gather(self.stream, starts, length)
+        tokens = gather(self.stream, starts, length).numpy()
         inputs, labels = tokens[:, :-1], tokens[:, 1:]
         if self.stream.is_target is not None:
-            labels = labels.masked_fill(torch.from_numpy(self._targets(starts, length) == 0), IGNORED)
+            labels = np.where(self._targets(starts, length), labels, IGNORED)
         shape = -1, self.sequence_length
         return inputs.reshape(shape), labels.reshape(shape), starts + self.first
 
