@@ -260,8 +260,14 @@ def _choose(run: Run, before: Mapping[str, Any]) -> tuple[dict[str, Any] | None,
             reserve = max(reserve, size - before.get("bytes", size))  # older runs did not keep them
         sizes["overhead_bytes"] += reserve
         try:
-            options: dict[str, Any] = {"method": "nearest", "allocation": golf.allocation}
-            quantized = quantize_model(weights, _curvature(run), budget_bytes=budget_bytes, **options, **sizes)
+            quantized = quantize_model(
+                weights,
+                _curvature(run),
+                method="nearest",
+                allocation=golf.allocation,
+                budget_bytes=budget_bytes,
+                **sizes,
+            )
         except UserError as error:
             return None, str(error)
     size, line = quantized.size_bytes - reserve, "step %d: rounding %d matrices to a grid of %s bytes, D %.4g"

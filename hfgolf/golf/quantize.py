@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -312,7 +311,9 @@ def quantize_model(
     return replace(best, findings=findings)
 
 
-def on_own_grid(weights: Weights, curvature: Curvatures, *, budget_bytes: int, **sizes: Any) -> QuantizedModel | None:
+def on_own_grid(
+    weights: Weights, curvature: Curvatures, *, budget_bytes: int, overhead_bytes: int, size_of: SizeOf
+) -> QuantizedModel | None:
     """Return matrices that were trained on a grid (golf.qat_fraction), else None. Arguments as in quantize_model.
 
     D is that of SDClip: the mean relative step. If they exceed the budget by little, they are made to fit: to round to
@@ -326,7 +327,9 @@ def on_own_grid(weights: Weights, curvature: Curvatures, *, budget_bytes: int, *
         tensors[name] = one
     if not any(one.integers.any() for one in tensors.values()):
         return None
-    nearer, size = fitting(tensors, curvature, budget_bytes=budget_bytes, **sizes)
+    nearer, size = fitting(
+        tensors, curvature, budget_bytes=budget_bytes, overhead_bytes=overhead_bytes, size_of=size_of
+    )
     if size > budget_bytes:
         return None
     steps = {

@@ -18,7 +18,6 @@ import sys
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 
 from hfgolf.publish.model_card import gguf_card
 from hfgolf.system.command import own_command, run_command
@@ -76,11 +75,18 @@ def push_folder(
     return url if said is None else f"{url} as {said}"
 
 
-def push_gguf(file: Path, repo_id: str, base_model: str | None, **how: Any) -> str:
+def push_gguf(
+    file: Path,
+    repo_id: str,
+    private: bool,
+    message: str,
+    base_model: str | None,
+    revision: str | None = None,
+    tag: str | None = None,
+) -> str:
     """Upload a GGUF file and a card to a repository of its own, and return that repository's URL.
 
-    base_model: the repository of the model that it was made from. how: private, message, revision and tag, as of
-    push_folder.
+    base_model: the repository of the model that it was made from. The rest is as for push_folder.
     """
     with file.open("rb") as content:
         if content.read(4) != b"GGUF":
@@ -88,7 +94,7 @@ def push_gguf(file: Path, repo_id: str, base_model: str | None, **how: Any) -> s
     with tempfile.TemporaryDirectory() as scratch:
         card = Path(scratch) / "README.md"
         card.write_text(gguf_card(file.name, repo_id, base_model), encoding="utf-8")
-        return _upload(card, [card, file], repo_id, **how)
+        return _upload(card, [card, file], repo_id, private, message, revision, tag)
 
 
 def with_current_code(files: list[Path]) -> list[Path]:
