@@ -21,7 +21,7 @@ import pyarrow as pa
 from hfgolf.config.mixture import of_text, stages
 from hfgolf.config.sections import DataSection
 from hfgolf.data.cache_folder import cache_folder, file_hashes, file_state
-from hfgolf.data.documents import Document, Skipped, content_column, hub_revision, newer_kinds, read_file, read_hub
+from hfgolf.data.documents import Document, Notes, content_column, hub_revision, newer_kinds, read_file, read_hub
 from hfgolf.data.files import ARCHIVES, KNOWN, SourceFile, log_once, match_files, named_files, stdlib_files, with_splits
 from hfgolf.data.pieces import PIECE_CHARACTERS, ROWS_PER_BATCH, PieceWriter, RowWriter
 from hfgolf.data.tables import TABLES
@@ -200,27 +200,26 @@ class Corpus:
 
     def _documents(self, scratch: Path) -> Iterator[Document]:
         """Yield the documents in order, with their splits. scratch: a folder for files that must be unpacked first."""
-        skipped, column = Skipped(), content_column(self.data)
+        notes, column = Notes(), content_column(self.data)
         if self.data.source == "hub":
-            documents = read_hub(self.data, skipped)
+            documents = read_hub(self.data, notes)
         else:
-            read = (read_file(file, self.data, scratch, skipped) for file in self.files)
+            read = (read_file(file, self.data, scratch, notes) for file in self.files)
             documents = itertools.chain.from_iterable(read)
         for name, split, content in itertools.islice(documents, self.data.max_documents):
             yield name, split or self.hashed_split(name), content
-        if skipped.files:
-            found = f"{count_of(len(skipped.files), 'file')} without a column {column.name!r}"
-            log_once(f"data.files: skipped {found}: {join_words(skipped.files, maximum=3)}")
-        if skipped.empty:
-            found = f"{count_of(len(skipped.empty), 'file')} without a document"
-            log_once(f"data.files: skipped {found}: {join_words(skipped.empty, maximum=3)}")
-        if skipped.json:
-            found = (
-                f"{count_of(len(skipped.json), 'file')} of JSON as plain text, because only .jsonl, .ndjson and .json"
-            )
-            log_once(f"data.files: read {found} are read as rows: {join_words(skipped.json, maximum=3)}")
-        if names := [name for name, (num_empty, _) in skipped.rows.items() if num_empty]:
-            num_empty, num_rows = map(sum, zip(*(skipped.rows[name] for name in names), strict=True))
+        if notes.skipped:
+            found = f"{count_of(len(notes.skipped), 'file')} without a column {column.name!r}"
+            log_once(f"data.files: skipped {found}: {join_words(notes.skipped, maximum=3)}")
+        if notes.empty:
+            found = f"{count_of(len(notes.empty), 'file')} without a document"
+            log_once(f"data.files: skipped {found}: {join_words(notes.empty, maximum=3)}")
+        if notes.plain_json:
+            found = f"{count_of(len(notes.plain_json), 'file')} of JSON as plain text"
+            reason = "because only .jsonl, .ndjson and .json are read as rows"
+            log_once(f"data.files: read {found}, {reason}: {join_words(notes.plain_json, maximum=3)}")
+        if names := [name for name, (num_empty, _) in notes.rows.items() if num_empty]:
+            num_empty, num_rows = map(sum, zip(*(notes.rows[name] for name in names), strict=True))
             found = f"{num_empty:,} of {count_of(num_rows, 'row')}, in which it is missing or has nothing to read"
             log_once(f"data.{column.key} {column.name}: skipped {found}: {join_words(names, maximum=3)}")
 

@@ -70,35 +70,35 @@ _ABSENT: tuple[object, ...] = (None, "", [], {})
 
 
 @dataclass
-class Skipped:
-    """What was left out while documents were read."""
+class Notes:
+    """What the log says of documents once they are read."""
 
-    files: list[str] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
     """Names of optional files without the column."""
     empty: list[str] = field(default_factory=list)
-    """Names of tables and notebooks without a document."""
-    json: list[str] = field(default_factory=list)
-    """Not left out: names of files with rows of JSON that are read as plain text, because of their endings."""
+    """Names of tables and notebooks without a document, which are skipped, too."""
+    plain_json: list[str] = field(default_factory=list)
+    """Names of files with rows of JSON that are read as plain text, because of their endings."""
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Of tables: how many rows have nothing in the column, and how many were read."""
 
 
-def read_file(file: SourceFile, data: DataSection, scratch: Path, skipped: Skipped) -> Iterator[Document]:
+def read_file(file: SourceFile, data: DataSection, scratch: Path, notes: Notes) -> Iterator[Document]:
     """Yield the documents of a file, in order. Raises UserError if it cannot be read.
 
-    scratch: a folder for files that must be decompressed first. skipped: gets what is left out.
+    scratch: a folder for files that must be decompressed first. notes: gets what the log says afterwards.
     """
     if data.source == "python_stdlib":
         text = file.path.read_bytes()
         if text and is_utf8(text):  # a few have other encodings
             yield file.name, None, (text.decode(),)
     elif file.endings[0] in ARCHIVES:
-        yield from _read_archive(file, data, scratch, skipped)
+        yield from _read_archive(file, data, scratch, notes)
     else:
-        yield from _read(file, partial(open, file.path, "rb"), data, scratch, skipped)
+        yield from _read(file, partial(open, file.path, "rb"), data, scratch, notes)
 
 
-def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: Skipped) -> Iterator[Document]:
+def _read_archive(file: SourceFile, data: DataSection, scratch: Path, notes: Notes) -> Iterator[Document]:
     try:
         changed_at = file.path.stat().st_mtime_ns
     except OSError as error:
@@ -109,7 +109,7 @@ def _read_archive(file: SourceFile, data: DataSection, scratch: Path, skipped: S
             require_text(used[number], "data.files")
             if used[number].endings[0] in ARCHIVES:
                 raise UserError(f"{used[number].path} is an archive in an archive; unpack the outer one.")
-            yield from _read(used[number], opener, data, scratch, skipped)
+            yield from _read(used[number], opener, data, scratch, notes)
 
 
 @lru_cache(maxsize=16)  # to find them takes a pass over the archive
@@ -183,10 +183,10 @@ def _may_be_about_text(member: SourceFile, opener: Opener, column: Column) -> bo
     return isinstance(value, dict) and not has_rows
 
 
-def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, skipped: Skipped) -> Iterator[Document]:
-    names: list[str] | None = skipped.empty
+def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, notes: Notes) -> Iterator[Document]:
+    names: list[str] | None = notes.empty
     try:
-        for document in _parsed(file, opener, data, scratch, skipped):
+        for document in _parsed(file, opener, data, scratch, notes):
             names = None
             yield document
         if names is not None and file.is_named:
@@ -194,9 +194,9 @@ def _read(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, sk
     except NoColumnError:
         if not file.is_optional:
             raise
-        names = skipped.files
+        names = notes.skipped
     if names is not None:
-        skipped.rows.pop(file.name, None)
+        notes.rows.pop(file.name, None)
         names.append(file.name)
 
 
@@ -206,19 +206,19 @@ def _nothing_in(file: SourceFile, column: Column) -> str:
     return f"{file.path} has no row with {_CONTENTS[column.key][1]} in column {column.name!r}; remove it or add rows."
 
 
-def _parsed(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, skipped: Skipped) -> Iterator[Document]:
+def _parsed(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, notes: Notes) -> Iterator[Document]:
     ending, column = file.endings[0], content_column(data)
     blocks = _text_blocks(file, opener, data.encoding)
     if ending in TEXT_TABLES:
-        yield from _documents(TEXT_TABLES[ending](blocks, file.path, column), file, data, skipped)
+        yield from _documents(TEXT_TABLES[ending](blocks, file.path, column), file, data, notes)
     elif ending in BINARY_TABLES:
         with _uncompressed(file, opener, scratch) as path:
-            yield from _documents(BINARY_TABLES[ending](path, column, file.path), file, data, skipped)
+            yield from _documents(BINARY_TABLES[ending](path, column, file.path), file, data, notes)
     elif column.key != "text_column":
         raise NoColumnError(f"data.{column.key}: {file.path} has no columns; name jsonl, parquet or arrow files.")
     elif ending != ".ipynb":
         first = next(blocks)
-        skipped.json += [file.name] if _is_json(first) else []
+        notes.plain_json += [file.name] if _is_json(first) else []
         yield file.name, file.split, itertools.chain([first], blocks)
     elif text := _notebook(blocks, file.path):
         yield file.name, file.split, (text,)
@@ -367,7 +367,7 @@ def _uncompressed(file: SourceFile, opener: Opener, scratch: Path) -> Iterator[P
         yield Path(plain.name)
 
 
-def read_hub(data: DataSection, skipped: Skipped) -> Iterator[Document]:
+def read_hub(data: DataSection, notes: Notes) -> Iterator[Document]:
     """Yield the rows of the Hub dataset that `data` names. Raises UserError if it cannot be reached or read."""
     from datasets import load_dataset
 
@@ -383,7 +383,7 @@ def read_hub(data: DataSection, skipped: Skipped) -> Iterator[Document]:
         for batch in table.iter(batch_size=_ROWS_PER_BATCH):
             yield from column.rows(batch, *column.wanted(batch, name))
 
-    yield from _documents(rows(), SourceFile(name, Path(name)), data, skipped)
+    yield from _documents(rows(), SourceFile(name, Path(name)), data, notes)
 
 
 def hub_revision(data: DataSection) -> str:
@@ -537,7 +537,7 @@ def _other_column(value: Any) -> str:
     return "; name a column of token ids by data.ids_column" if type(first) is int else ""
 
 
-def _documents(rows: Iterator[Row], file: SourceFile, data: DataSection, skipped: Skipped) -> Iterator[Document]:
+def _documents(rows: Iterator[Row], file: SourceFile, data: DataSection, notes: Notes) -> Iterator[Document]:
     """Yield each row as a document named `name#row`: blocks of text, ids or messages. Skips empty and null rows."""
     row, num_empty, column = 0, 0, content_column(data)
     stray: UserError | None = None
@@ -559,7 +559,7 @@ def _documents(rows: Iterator[Row], file: SourceFile, data: DataSection, skipped
             if stray and not is_found and row == ROWS_WITHOUT_COLUMN:
                 break
             num_empty += not content
-            skipped.rows[file.name] = num_empty, row + 1
+            notes.rows[file.name] = num_empty, row + 1
             if content:
                 yield f"{file.name}#{row}", file.split, content
             row += 1
