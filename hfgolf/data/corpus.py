@@ -26,7 +26,7 @@ from hfgolf.data.files import ARCHIVES, KNOWN, SourceFile, log_once, match_files
 from hfgolf.data.pieces import PIECE_CHARACTERS, ROWS_PER_BATCH, PieceWriter, RowWriter
 from hfgolf.data.tables import TABLES
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import count_of, join_words
+from hfgolf.system.wording import count_of, join_words, one_line
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -218,6 +218,9 @@ class Corpus:
             found = f"{count_of(len(notes.plain_json), 'file')} of JSON as plain text"
             reason = "because only .jsonl, .ndjson and .json are read as rows"
             log_once(f"data.files: read {found}, {reason}: {join_words(notes.plain_json, maximum=3)}")
+        if notes.unread:
+            unread = one_line(join_words(notes.unread, maximum=8))
+            log_once(f"data.{column.key} {column.name}: of the other columns, these are not read: {unread}")
         if names := [name for name, (num_empty, _) in notes.rows.items() if num_empty]:
             num_empty, num_rows = map(sum, zip(*(notes.rows[name] for name in names), strict=True))
             found = f"{num_empty:,} of {count_of(num_rows, 'row')}, in which it is missing or has nothing to read"

@@ -39,6 +39,7 @@ from hfgolf.data.files import (
 from hfgolf.data.tables import (
     BINARY_TABLES,
     ROWS_WITHOUT_COLUMN,
+    SYSTEM,
     TABLES,
     TEXT_TABLES,
     Answer,
@@ -79,6 +80,8 @@ class Notes:
     """Names of tables and notebooks without a document, which are skipped, too."""
     plain_json: list[str] = field(default_factory=list)
     """Names of files with rows of JSON that are read as plain text, because of their endings."""
+    unread: dict[str, None] = field(default_factory=dict)
+    """Of conversations: the columns beside them."""
     rows: dict[str, tuple[int, int]] = field(default_factory=dict)
     """Of tables: how many rows have nothing in the column, and how many were read."""
 
@@ -207,7 +210,7 @@ def _nothing_in(file: SourceFile, column: Column) -> str:
 
 
 def _parsed(file: SourceFile, opener: Opener, data: DataSection, scratch: Path, notes: Notes) -> Iterator[Document]:
-    ending, column = file.endings[0], content_column(data)
+    ending, column = file.endings[0], content_column(data, notes.unread)
     blocks = _text_blocks(file, opener, data.encoding)
     if ending in TEXT_TABLES:
         yield from _documents(TEXT_TABLES[ending](blocks, file.path, column), file, data, notes)
@@ -371,7 +374,7 @@ def read_hub(data: DataSection, notes: Notes) -> Iterator[Document]:
     """Yield the rows of the Hub dataset that `data` names. Raises UserError if it cannot be reached or read."""
     from datasets import load_dataset
 
-    name, column = str(data.hub_name), content_column(data)
+    name, column = str(data.hub_name), content_column(data, notes.unread)
     try:  # with streaming, the text is on disk only as pieces while the cache is built; the rows are the same
         table: Any = load_dataset(name, data.hub_config, split=data.hub_split, streaming=data.streaming)
     except Exception as error:
@@ -408,11 +411,12 @@ def _unreachable(data: DataSection, error: Exception) -> UserError:
     return UserError(f"data.hub_name: cannot load {name}: {reason} Check the name, the network and `hf auth login`.")
 
 
-def content_column(data: DataSection) -> Column:
-    """Return the column that holds the content of a row."""
+def content_column(data: DataSection, unread: dict[str, None] | None = None) -> Column:
+    """Return the column that holds the content of a row. unread: gets the columns beside a conversation."""
+    unread = {} if unread is None else unread
     for key in ("ids_column", "messages_column"):
         if (name := getattr(data, key)) is not None:
-            return Column(key, name)
+            return Column(key, name, unread)
     return Column("text_column", data.text_column)
 
 
@@ -449,33 +453,49 @@ def _read_messages(row: list[Any] | Answer) -> Messages:
 def _read_answer(row: Answer) -> Messages:
     """Return a prompt and its answer as a conversation: each of them text, or messages. [] without an answer.
 
-    Of the text before an answer, all but `system` is one message, in paragraphs. Only the answer is learned. An answer
-    that is a list of messages and does not begin with the assistant's is a whole conversation.
+    Of the text before an answer, all but the system's is one message, in paragraphs. Only the answer is learned. An
+    answer that is a list of messages and does not begin with the assistant's is a whole conversation, but for the
+    system's columns.
     """
     *before, (last, answer) = row.items()
     if answer in _ABSENT:
         return []
-    answers = _as_messages(last, "assistant", answer)
-    if answers[0]["role"] != "assistant":
-        return answers
-    messages: Messages = []
+    rest = _as_messages(last, "assistant", answer)
+    is_whole = rest[0]["role"] != "assistant"
+    system: Messages = []
+    prompt: Messages = []
     for name, value in before:
-        if value in _ABSENT:
+        if value in _ABSENT or (is_whole and name not in SYSTEM):
             continue
-        role = "system" if name == "system" else "user"
-        if isinstance(value, str) and messages and messages[-1]["role"] == role == "user":
+        if name in SYSTEM:
+            system += _as_messages(name, "system", value)
+        elif name == "history":
+            prompt += _past_turns(value)
+        elif isinstance(value, str) and prompt and prompt[-1]["role"] == "user":
             _require_unicode(value)
-            messages[-1]["content"] += f"\n\n{value}"
+            prompt[-1]["content"] += f"\n\n{value}"
         else:
-            messages += _as_messages(name, role, value)
-    context = [message | {"weight": 0} if message["role"] == "assistant" else message for message in messages]
-    return context + answers
+            prompt += _as_messages(name, "user", value)
+    rest = [turn | {"weight": 0} if turn["role"] == "assistant" else turn for turn in prompt] + rest
+    if system and rest[0]["role"] == "system":
+        if system != rest[:1]:
+            raise ValueError("begins with a message of the system, and a column of the row has another; keep one")
+        system = []
+    return system + rest
 
 
 def _as_messages(name: str, role: str, value: Any) -> Messages:
     if not isinstance(value, str | list):
         raise ValueError(f"needs text or messages in column {name!r}, which holds {_described(value)}")
     return _read_messages([{"role": role, "content": value}] if isinstance(value, str) else value)
+
+
+def _past_turns(history: Any) -> Messages:
+    """Return what Alpaca's tables have as history, [[question, answer], ...], as messages."""
+    if not (isinstance(history, list) and all(isinstance(turn, list) and len(turn) == 2 for turn in history)):
+        raise ValueError("needs pairs of a question and its answer in column 'history'")
+    roles = itertools.cycle(("user", "assistant"))
+    return _read_messages([{"role": next(roles), "content": text} for turn in history for text in turn])
 
 
 def _read_message(number: int, message: Any) -> dict[str, Any]:
@@ -549,7 +569,8 @@ def _documents(rows: Iterator[Row], file: SourceFile, data: DataSection, notes: 
                 value = _inner(value, steps)
                 is_found |= value is not None
                 if not isinstance(value, kind | None):
-                    raise ValueError(f"holds {_described(value)}, not {name}{_other_column(value)}")
+                    no_prompt = column.no_prompt if isinstance(value, str) else ""
+                    raise ValueError(f"holds {_described(value)}, not {name}{no_prompt}{_other_column(value)}")
                 content = None if value is None else read(value)
             except ValueError as error:
                 problem = UserError(f"{row_name(file.path, row, line)}: {column.name!r} {error}.")

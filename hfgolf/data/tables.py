@@ -12,7 +12,7 @@ import json
 import re
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,13 @@ class Answer(dict[str, Any]):
     """What a row says one after the other, {column: value}: instruction, input and then their output, for example."""
 
 
+SYSTEM = ("system", "system_prompt")
+"""Columns of what the system says before a conversation."""
 _BEFORE = {
-    "completion": ("system", "prompt"),
-    "output": ("system", "instruction", "input"),
-    "response": ("system", "prompt", "instruction", "context"),
-    "answer": ("system", "question"),
+    "completion": (*SYSTEM, "prompt"),
+    "output": (*SYSTEM, "history", "instruction", "input"),
+    "response": (*SYSTEM, "history", "prompt", "instruction", "question", "context"),
+    "answer": (*SYSTEM, "question", "context"),
     "mapping": ("current_node",),  # of ChatGPT's export
 }
 """Columns of what is said before an answer, by the answer's: those of a table make a conversation with it."""
@@ -56,28 +58,43 @@ class Column:
 
     key: str
     name: str
+    unread: dict[str, None] = field(default_factory=dict, compare=False)
+    """The columns beside those of a conversation, as they are found."""
 
     @property
     def before(self) -> list[str]:
-        """The columns that may hold what is said before the answer in this one."""
-        return [*_BEFORE.get(self.name, ())] if self.key == "messages_column" else []
+        """The columns that may hold what is said before the conversation or the answer in this one."""
+        return [*_BEFORE.get(self.name, SYSTEM)] if self.key == "messages_column" else []
+
+    @property
+    def prompts(self) -> list[str]:
+        """Those of them that hold the prompt of an answer."""
+        return [name for name in self.before if name not in SYSTEM]
+
+    @property
+    def no_prompt(self) -> str:
+        """What an error about a text adds if it may be an answer."""
+        return f", and no row has its prompt in {join_words(self.prompts, ' or ')}" if self.prompts else ""
 
     def wanted(self, names: Collection[str], path: object) -> tuple[list[str], list[str]]:
         """Return the columns to read, and the steps from the value of the last to the content.
 
-        That is the column itself, after what is said before an answer. Raises UserError if it is not there.
+        That is the column itself, after what is said before it. Raises UserError if it is not there.
         """
         found = self.find(names)
         if found is None:
             raise NoColumnError(self.missing(names, path))
-        wanted = [*(name for name in self.before if name in names), found[0]]
+        wanted = [*(name for name in self.before if name in names and not found[1:]), found[0]]
         if twice := [one for one in wanted if sum(name == one for name in names) > 1]:
             raise UserError(f"{path} has two columns {twice[0]!r}; rename one.")
+        if self.key == "messages_column":
+            self.unread.update(dict.fromkeys(name for name in names if name not in wanted))
         return wanted, found[1:]
 
     def value(self, names: Sequence[str], values: Sequence[Any]) -> Any:
-        """Return the value of a row, of whose wanted columns these are the values."""
-        return values[0] if len(values) == 1 else Answer(zip(names, values, strict=True))
+        """Return the value of a row, of whose wanted columns these are the values. A text without a prompt is text."""
+        is_text = isinstance(values[-1], str) and not {*self.prompts} & {*names}
+        return values[-1] if is_text or len(values) == 1 else Answer(zip(names, values, strict=True))
 
     def rows(self, batch: Mapping[str, list[Any]], wanted: list[str], steps: list[str]) -> Iterator[Row]:
         """Yield the rows of a batch, {column: its values}."""
@@ -111,7 +128,7 @@ def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row
     objects have them. Raises UserError if no object has the column, or for broken JSON.
     """
     others: dict[str, None] = {}
-    is_found = has_before = False
+    is_found = has_prompt = False
     alone: str | None = None
     objects = _JsonObjects(blocks, path)
     is_table, found = _unwrapped(objects, path, column)
@@ -126,16 +143,16 @@ def json_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row
             yield line, None, []
         else:
             names, steps = column.wanted(value, path)
-            has_before |= len(names) > 1
-            is_alone = bool(column.before) and len(names) == 1 and isinstance(value[names[0]], str)
+            has_prompt |= bool({*column.prompts} & {*names})
+            content = column.value(names, [value[name] for name in names])
+            is_alone = bool(column.prompts) and isinstance(content, str)
             if is_alone and alone is None:
                 alone = row_name(path, row, line)
-            content = column.value(names, [value[name] for name in names])
-            yield line, Answer({names[0]: content}) if is_alone else content, steps
-    if alone is not None and not has_before:
+            yield line, Answer({name: value[name] for name in names}) if is_alone else content, steps
+    if alone is not None and not has_prompt:
         raise UserError(
-            f"{alone}: {column.name!r} holds text, not a list of messages, and no row has its prompt in"
-            f" {join_words(column.before, ' or ')}; name a column of text by data.text_column."
+            f"{alone}: {column.name!r} holds text, not a list of messages{column.no_prompt}; name a column of text by"
+            " data.text_column."
         )
     if others and not is_found:
         raise (UserError if is_table else NoColumnError)(column.missing(others, path))
@@ -473,9 +490,7 @@ def other_keys(names: Iterable[str]) -> str:
     """Return which key is for columns whose names are usual for conversations or token ids, as the end of a message."""
     names = [*names]
     keys = {name: _KEYS[name] for name in names if name in _KEYS}
-    keys |= {
-        name: "messages" for name, before in _BEFORE.items() if name in names and {*before} - {"system"} & {*names}
-    }
+    keys |= {name: "messages" for name, before in _BEFORE.items() if name in names and {*before} - {*SYSTEM} & {*names}}
     return "".join(f"; or data.{key}_column to {name}" for name, key in keys.items())
 
 

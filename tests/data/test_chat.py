@@ -203,6 +203,25 @@ INSTRUCTION = {"instruction": "Add 3 to 4.", "input": "At once.", "output": "7",
         ({"prompt": "not of them", "completion": ASKED}, "completion", ASKED),
         ({"prompt": 7, "response": ASKED[1:]}, "response", ASKED[1:]),
         ({"prompt": "a", "completion": None}, "completion", None),
+        ({"conversations": ASKED[1:], "system": "Be brief.", "tools": "[]"}, "conversations", ASKED),
+        ({"messages": ASKED, "system": "Be brief."}, "messages", ASKED),
+        ({"messages": ASKED[1:], "system": None}, "messages", ASKED[1:]),
+        ({"prompt": "not of them", "completion": ASKED[1:], "system": "Be brief."}, "completion", ASKED),
+        (
+            {"system_prompt": "Be brief.", "question": "Add 3 to 4.", "response": "7"},
+            "response",
+            [ASKED[0], message("user", "Add 3 to 4."), ASKED[2]],
+        ),
+        (
+            {"question": "a", "context": "b", "answer": "c"},
+            "answer",
+            [message("user", "a\n\nb"), message("assistant", "c")],
+        ),
+        (
+            INSTRUCTION | {"history": [["a", "b"]], "input": ""},
+            "output",
+            [message("user", "a"), message("assistant", "b") | {"weight": 0}, message("user", "Add 3 to 4."), ASKED[2]],
+        ),
         (
             {"prompt": [message("user", "a"), message("assistant", "b"), message("user", "c")], "completion": "d"},
             "completion",
@@ -236,9 +255,11 @@ def test_columns_before_an_answer_are_its_prompt(tmp_path, row, column, read):
         ({"prompt": "a", "completion": 7}, "needs text or messages in column 'completion', which holds a number"),
         ({"prompt": "half \ud83d", "completion": "b"}, "holds half of a surrogate pair"),
         ({"prompt": [{"text": "a"}], "completion": "b"}, "has message 0 without a role"),
+        ({"system": "Be kind.", "completion": ASKED}, "begins with a message of the system, and a column of the row"),
+        ({"system": "Be kind.", "query": "a", "completion": "b"}, "holds text, not a list of messages, and no row has"),
         (
             {"completion": "b"},
-            "holds text, not a list of messages, and no row has its prompt in system or prompt; name",
+            "holds text, not a list of messages, and no row has its prompt in prompt; name",
         ),
     ],
 )
@@ -248,6 +269,26 @@ def test_prompt_that_is_none_is_one_line(tmp_path, row, problem):
     with pytest.raises(UserError, match=r"a\.jsonl, row 0 \(line 1\): 'completion' ") as caught:
         [*load_corpus(data.replace(cache_dir=str(tmp_path)))._documents(tmp_path)]
     assert problem in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_columns_beside_a_conversation_that_are_not_read_are_told(tmp_path, caplog):
+    rows = [{"id": 1, "messages": ASKED, "system": "Be brief."}, {"id": 2, "messages": ASKED, "tools": "[]"}]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    with caplog.at_level("INFO", "hfgolf"):
+        load_tokens(section([str(tmp_path / "a.jsonl")], tmp_path / "cache"), BYTE)
+    assert [line for line in caplog.messages if "not read" in line] == [
+        "data.messages_column messages: of the other columns, these are not read: id, tools"
+    ]
+
+
+@pytest.mark.parametrize("history", ["[['a', 'b']]", [["a"]], [{"role": "user", "content": "a"}]])
+def test_history_that_is_no_pairs_is_one_line(tmp_path, history):
+    (tmp_path / "a.jsonl").write_text(json.dumps(INSTRUCTION | {"history": history}))
+    data = section([str(tmp_path / "a.jsonl")], tmp_path).replace(messages_column="output")
+    with pytest.raises(
+        UserError, match=r"row 0 \(line 1\): 'output' needs pairs of a question and its answer in column"
+    ):
+        [*load_corpus(data)._documents(tmp_path)]
 
 
 def test_row_without_the_column_of_the_prompt_is_like_one_with_null(tmp_path):
