@@ -22,6 +22,7 @@ from hfgolf.config.mixture import of_text, stages
 from hfgolf.config.sections import DataSection
 from hfgolf.data.cache_folder import cache_folder, file_hashes, file_state
 from hfgolf.data.documents import Document, Notes, content_column, hub_revision, newer_kinds, read_file, read_hub
+from hfgolf.data.exports import READS
 from hfgolf.data.files import ARCHIVES, KNOWN, SourceFile, log_once, match_files, named_files, stdlib_files, with_splits
 from hfgolf.data.pieces import PIECE_CHARACTERS, ROWS_PER_BATCH, PieceWriter, RowWriter
 from hfgolf.data.tables import TABLES
@@ -66,6 +67,8 @@ class Corpus:
         if any(file.endings[0] == ".tar" for file in self.files):
             reading["tar_kinds_sha256"] = hashlib.sha256(" ".join(KNOWN).encode()).hexdigest()
             reading["tar_pairs"] = "KEY.*txt"
+        if any(file.endings[0] in (".json", *ARCHIVES) for file in self.files):
+            reading["exports"] = READS
         if optional := " ".join(file.name for file in self.files if file.is_optional):  # others must have the column
             reading["optional_files_sha256"] = hashlib.sha256(optional.encode(errors="surrogateescape")).hexdigest()
         return reading

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hfgolf.data.exports import chats_as_text
+from hfgolf.data.exports import chats_as_text, mended
 from hfgolf.system.errors import UserError
 from hfgolf.system.wording import count_of, join_words, one_line, shortened
 
@@ -168,7 +168,7 @@ def _unwrapped(objects: _JsonObjects, path: Path, column: Column) -> tuple[bool,
     begin = list(itertools.islice(rest, 2))
     is_table = len(begin) > 1 or objects.is_array
     if len(begin) == 1 and column.find(begin[0][1]) is None:
-        line, value = begin[0]
+        line, value = begin[0][0], mended(begin[0][1])
         if (column.key, column.name) == ("text_column", "text") and (chats := chats_as_text(value)):
             return True, ((line, {column.name: chat}) for chat in chats)
         lists = {name: rows for name, rows in value.items() if isinstance(rows, list) and rows}
@@ -179,6 +179,7 @@ def _unwrapped(objects: _JsonObjects, path: Path, column: Column) -> tuple[bool,
         is_table |= len(lists) in (1, len(value)) and sum(map(len, lists.values())) >= len(value) > 0
         if found or (len(lists) == 1 and not {*lists} & {*_KEYS}):
             return is_table, ((line, row) for row in lists[(found or [*lists])[0]])
+        begin = [(line, value)]
     return is_table, itertools.chain(begin, rest)
 
 

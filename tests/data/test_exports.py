@@ -45,6 +45,17 @@ DISCORD = {
 }
 
 
+METAS = {
+    "participants": [{"name": "Jos\u00c3\u00a9"}, {"name": "Ada"}],
+    "messages": [
+        {"sender_name": "Jos\u00c3\u00a9", "timestamp_ms": 3, "content": "\u00f0\u009f\u0098\u0080 you?"},
+        {"sender_name": "Ada", "timestamp_ms": 2, "photos": [{"uri": "1.jpg"}]},
+        {"sender_name": "Ada", "timestamp_ms": 1, "content": "Hi"},
+    ],
+    "title": "Jos\u00c3\u00a9",
+}
+
+
 def documents(value: object, tmp_path, **settings: str) -> list[Any]:
     (tmp_path / "a.json").write_text(json.dumps(value, indent=1))
     data = DataSection(source="files", files=[str(tmp_path / "a.json")], cache_dir=str(tmp_path), **settings)
@@ -57,7 +68,10 @@ def documents(value: object, tmp_path, **settings: str) -> list[Any]:
     [
         (TELEGRAM, [TELEGRAM_TEXT]),
         ({"about": "a", "chats": {"about": "b", "list": [TELEGRAM, {"messages": []}, TELEGRAM]}}, [TELEGRAM_TEXT] * 2),
+        ({"chats": {"list": [TELEGRAM]}, "left_chats": {"list": [TELEGRAM]}}, [TELEGRAM_TEXT] * 2),
+        ({"left_chats": {"list": [TELEGRAM]}}, [TELEGRAM_TEXT]),
         (DISCORD, ["ada: one\nada: two"]),
+        (METAS, ["Ada: Hi\nJosé: 😀 you?"]),
     ],
 )
 def test_chat_of_an_export_is_one_document_with_its_speakers(tmp_path, export, texts):
@@ -68,6 +82,12 @@ def test_only_what_an_app_writes_is_its_export(tmp_path):
     rows = [message | {"id": str(message["id"]), "text": "one"} for message in TELEGRAM["messages"]]
     assert documents({"messages": rows}, tmp_path) == ["one"] * 4
     assert documents(DISCORD, tmp_path, text_column="content") == ["one", "Joined.", "two"]
+
+
+def test_characters_of_messenger_are_mended_only_if_all_of_them_are_bytes(tmp_path):
+    assert documents(METAS, tmp_path, text_column="content") == ["😀 you?", "Hi"]
+    assert documents(METAS | {"title": "José"}, tmp_path, text_column="content") == ["ð\x9f\x98\x80 you?", "Hi"]
+    assert documents({"messages": METAS["messages"]}, tmp_path, text_column="content")[1] == "Hi"
 
 
 def node(parent: str | None, role: str = "", *parts: object, **changes: object) -> dict[str, object]:
