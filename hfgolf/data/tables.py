@@ -105,7 +105,10 @@ class Column:
         """Return what an error says if the column is not one of these."""
         column = f"{path} has no column {self.name.split('.')[0]!r}"
         if _OF_SLACK.get(Path(str(path)).name) in names:
-            return f"{column}: it is the list of a Slack export, not its messages; name the folders of its channels."
+            return (
+                f"{column}: it is the list of a Slack export, not its messages; unpack the export if it is a .zip, and"
+                " name the folders of its channels."
+            )
         others = other_keys(names) if self.key == "text_column" else ""
         fitting = [name for name in names if not (others and name in _KEYS)]
         advice = f"; or data.{self.key} to one of: {_listed(fitting)}" if fitting else ""
@@ -290,7 +293,7 @@ _MARKS = {",": "comma", ";": "semicolon", "\t": "tab"}
 
 
 def csv_rows(blocks: Iterator[str], path: Path, column: Column) -> Iterator[Row]:
-    """Yield the rows of CSV: RFC 4180, with commas, semicolons or tabs, whichever the first line shows.
+    """Yield the rows of CSV: RFC 4180, with commas, semicolons or tabs: what Excel's `sep=;` or the first line says.
 
     It is the header if it names the column. Without a header, the column is named by its number, from 0. Numbers are a
     header only if they are 0, 1, 2 and so on, as pandas writes them. Raises UserError for a row with another number of
@@ -312,6 +315,8 @@ def _separated(
     csv.field_size_limit(MAX_ROW_CHARACTERS)
     lines, head = _lines(blocks, path), []
     for line in lines:
+        if not head and (stated := re.fullmatch(r"sep=(.)\r?\n", line)) and stated[1] in marks:
+            marks, line = [stated[1]], "\n"  # a blank line is no row, but counts
         head.append(line)
         if line.strip("\r\n"):
             break
