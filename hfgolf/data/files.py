@@ -15,6 +15,7 @@ import os
 import re
 import shlex
 import sysconfig
+import unicodedata
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -66,6 +67,11 @@ _SPELLED = (
         "is a pointer of Git LFS, not the text; fetch that with `git lfs pull`",
     ),
     (
+        rb"window\.YTD\.",
+        "is data of an archive of X (Twitter) in JavaScript, not text; write what follows its first = to a .json file;"
+        " of tweets, that has data.text_column tweet.full_text",
+    ),
+    (
         rb"(?s).*?\x1b\$[()]?[@-D]",
         "is in ISO-2022-JP or another encoding of 7 bits, not UTF-8; convert it with `iconv -f ISO-2022-JP -t UTF-8`",
     ),
@@ -101,6 +107,8 @@ _FORMATS: tuple[tuple[bytes, str], ...] = (
     ),
     (rb"\x7fELF|MZ.\0|\xcf\xfa\xed\xfe", "is a program, not text"),
 )
+_EAST_ASIAN = {0x00, 0x30, *range(0x4E, 0xA0), *range(0xAC, 0xD8), 0xFF}
+"""Upper bytes of UTF-16: space and digits, kana, Chinese, Korean, wide letters."""
 _MARKS = (
     (codecs.BOM_UTF8, "utf-8-sig"),
     *((mark, "utf-32") for mark in (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE)),  # the first begins like UTF-16's
@@ -439,12 +447,29 @@ def not_text(start: bytes, path: Path, encoding: str | None = None) -> str | Non
         is_wide = codecs.lookup(encoding).name.startswith("utf")
         is_readable = is_wide or b"\0" not in start or is_utf8(start)
         return None if is_readable else f"has a zero byte, so it is not text in {encoding}; remove it"
-    start = start[:1000]
-    # Latin letters in UTF-16 without a mark are UTF-8 with zeros
-    for half, order in ((start[1::2], "le"), (start[::2], "be")):
-        if len(half) >= 4 and half.count(0) > 0.9 * len(half) and any(start):
-            return f"is UTF-16 without a byte order mark, not UTF-8; set data.encoding utf-16-{order}"
+    if order := _utf16_order(start[: min(1000, len(start) // 2 * 2)]):
+        return f"is UTF-16 without a byte order mark, not UTF-8; set data.encoding utf-16-{order}"
     return None
+
+
+def _utf16_order(start: bytes) -> str | None:
+    """Return the order of bytes, "le" or "be", in which they are text in UTF-16; None if in neither.
+
+    Text in a narrower encoding has no control characters. The upper bytes are those of Chinese, Japanese or Korean, or
+    small, as of all other letters: of Latin ones 0, of Cyrillic ones 4. If both halves are such, as of short words in
+    kana, the upper bytes are those of fewer kinds.
+    """
+    found: dict[str, int] = {}
+    has_control = sum(map(start.count, range(8))) > len(start) / 100
+    for order, upper in (("le", start[1::2]), ("be", start[::2])):
+        text = start.decode(f"utf-16-{order}", "replace")
+        num_odd = sum(unicodedata.category(letter)[0] == "C" and not letter.isspace() for letter in text)
+        is_letters = num_odd + text.count("\ufffd") <= len(text) / 50
+        is_small = sum(byte < 0x20 for byte in upper) > 0.9 * len(upper)
+        is_east_asian = sum(byte in _EAST_ASIAN for byte in upper) > 0.9 * len(upper) >= 45 and not is_utf8(start)
+        if len(start) >= 8 and has_control and is_letters and (is_small or is_east_asian):
+            found[order] = len({*upper})
+    return min(found, key=lambda order: found[order], default=None)
 
 
 def marked_encoding(start: bytes) -> str | None:

@@ -76,6 +76,7 @@ def read(tmp_path):
         ("a.csv", 'text;label\n"a; ""b""\n";1\nb, c;2\n', ['a; "b"\n', "b, c"]),
         ("a.csv", "\nlabel\ttext\n1\tb, c; d\n", ["b, c; d"]),
         ("a.csv", "id;x,text\n1,a\n2,b;c\n", ["a", "b;c"]),
+        ("a.csv", "\ufeffsep=;\r\nid;text\r\n1;a, b\r\n", ["a, b"]),
         ("a.jsonl", '{"text": "a", "n": NaN, "d": "\\ud800"}\n', ["a"]),
         ("a.jsonl", '{"text": "\\ud83c\\udf0d \\u0000 \\r"}\n', ["🌍 \0 \r"]),
         ("a.jsonl", '{"x": 1}\n{"text": "a"}\n{"text": null}\n{}\n', ["a"]),
@@ -92,6 +93,7 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.csv", "text,label\nfirst,pos,\nsecond,neg,\n", "row 0 (line 2) has 3 fields, but the header has 2"),
         ("t.csv", "text,label\nfirst,pos\nsecond, really,neg\n", "row 1 (line 3) has 3 fields, but the header has 2"),
         ("t.csv", 'text,label\n"a\n\nb",pos\n\nsecond\n', "row 1 (line 6) has 1 field, but the header has 2"),
+        ("t.csv", "sep=;\nn;text\n1;a;b\n", "row 0 (line 3) has 3 fields, but the header has 2"),
         ("t.csv", "text\nfirst,\n", "row 0 (line 2) has 2 fields, but the header has 1"),
         ("t.csv", 'text,label\n"Hello, she said,pos\n"next",neg\n', "row 0 (line 2) cannot be read: something follows"),
         ("t.csv", 'text,label\nok,pos\n"open,pos\nnext,neg\n', "row 1 (line 3) cannot be read: a double quote opens"),
@@ -167,7 +169,7 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         (
             "channels.json",
             '[{"id": "C1", "members": []}]',
-            "it is the list of a Slack export, not its messages; name the",
+            "it is the list of a Slack export, not its messages; unpack",
         ),
     ],
 )
@@ -290,6 +292,7 @@ FORMATS = {
     "RTF": rb"{\rtf1\ansi text}".ljust(99),
     "a pointer of Git LFS": b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n",
     "ISO-2022-JP": "plain, then \u3053\u3093\u306b\u3061\u306f".encode("iso2022_jp"),
+    "an archive of X (Twitter)": b'window.YTD.tweets.part0 = [\n{"tweet": {"full_text": "Hi"}}]',
     "mail with encoded parts": b"From a@b Sat\nSubject: x\nContent-transfer-encoding: BASE64\n\nSGVsbG8=\n",
     "UTF-16 without a byte order mark": "plain text".encode("utf-16-le"),
     "a tar archive": b"a.txt".ljust(257, b"\0") + b"ustar\0",
@@ -328,6 +331,11 @@ def test_office_documents_are_named_by_their_ending(read):
         (b"\0\1\xff\0\0\0" * 20, "it is probably not text"),
         (bytes(range(256)), "it is probably not text"),
         ("plain text".encode("utf-16-be"), "without a byte order mark, not UTF-8; set data.encoding utf-16-be."),
+        *(
+            (text.encode(f"utf-16-{order}"), f"without a byte order mark, not UTF-8; set data.encoding utf-16-{order}.")
+            for text in ("Привет, мир", "สวัสดี ชาว", "吾輩は猫である。名前はまだ無い。" * 9, "ひらがな、カタカナ。" * 9)
+            for order in ("le", "be")
+        ),
         ("text".encode("utf-16") + b"\0", "a.txt is not utf-16-le (byte 10: truncated data); restore it, or find"),
     ],
 )
@@ -419,6 +427,7 @@ def test_text_that_begins_like_another_format_is_text(read):
         "BZh91",
         "a\0b\0 but not all",
         "name\0" * 99,
+        "letters\0" * 99,
         "Subject: a word\n\nSend it with Content-Transfer-Encoding: base64\n",
         "from email import message\n\nContent-Transfer-Encoding: base64\n",
         "From a@b Sat\nContent-Transfer-Encoding: 8bit\n\nPlain, with an escape: \x1b[1m$B\n",
