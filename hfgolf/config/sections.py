@@ -354,7 +354,7 @@ class DataSection(Section, frozen=True):
     val_fraction: Annotated[float, Field(gt=0, lt=1)] = 0.05
     """Fraction of the documents (contiguous: of the characters) held out for validation."""
     val_files: Texts = []
-    """Explicit validation files, in the format of data.files; then all of data.files is used for training."""
+    """Explicit validation files, in the format of data.files; then no part of data.files is held out."""
     old_text: Texts = []
     """With model.init_from: text that its weights know, as files like data.files or as the folder of a run, which means
     that run's validation text. Evaluated each time, to see what training forgets; never chooses the best step."""

@@ -274,6 +274,8 @@ def load_corpus(data: DataSection) -> Corpus:
         return _load_mixture(data)
     is_local, data = data.source in ("files", "shards"), with_splits(data)
     files = stdlib_files() if data.source == "python_stdlib" else named_files(data) if is_local else []
+    if not data.val_files:  # named_files finds those that are called so
+        data = data.replace(val_files=[str(file.path) for file in files if file.split == "val"])
     if _is_all_in_one_split(data, files):
         data = data.replace(split="contiguous")
     identity: dict[str, Any] = {

@@ -16,9 +16,9 @@ import re
 import shlex
 import sysconfig
 import unicodedata
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import NoReturn
@@ -46,6 +46,10 @@ TEXTS = (
 """What counts as text in a folder or an archive. A file that is named itself may have any ending but NOT_TEXT's."""
 ARCHIVES = (".zip", ".tar")
 _VALIDATION_SPLITS = ("validation", "valid", "val", "dev", "eval", "test")
+_SPLIT_NAME = re.compile(
+    "(?i)(?<![a-z])(?:(?P<train>train(?:ing)?)|(?P<validation>validation)|(?P<valid>valid)|(?P<val>val)|(?P<dev>dev)"
+    "|(?P<eval>eval(?:uation)?)|(?P<test>test(?:ing)?))(?![a-z])"
+)
 KNOWN = (*TABLES, *TEXTS, *ARCHIVES)
 SHARDS = (".bin", ".npy", ".ds")
 NOT_TEXT = {
@@ -194,7 +198,10 @@ def train_and_validation(splits: Collection[str], where: str) -> tuple[str, str 
 
 
 def named_files(data: DataSection) -> list[SourceFile]:
-    """Return the files of data.files and data.val_files. Raises UserError like `match_files`."""
+    """Return the files of data.files and data.val_files; without the latter, those that are called like a split of it.
+
+    Raises UserError like `match_files`.
+    """
     val_files = match_files(data, "val_files", "val")
     files = match_files(data, "files", None)
     if val_files:
@@ -202,7 +209,49 @@ def named_files(data: DataSection) -> list[SourceFile]:
         val_paths = set(_real_paths(file.path for file in val_files).values())
         real_paths = _real_paths(file.path for file in files)
         files = [file for file in files if real_paths[file.path] not in val_paths]
+    if data.source == "files":
+        files, found = _without_other_splits(files, not val_files)
+        val_files += found
     return files + val_files
+
+
+def _without_other_splits(files: list[SourceFile], needs_validation: bool) -> tuple[list[SourceFile], list[SourceFile]]:
+    """Return the files without those that are for validation or tests by their names, and those that validate.
+
+    Files are `train` and `test` if their names, but for numbers, differ in that word alone, or the names of their
+    folders do: train.csv and test.csv, train-00000-of-00002.parquet and validation-00000-of-00001.parquet, train/a.txt
+    and test/b.txt. Files that are named one by one and sources, such as train.py, are what they are named for.
+    """
+    groups: dict[str, dict[str, list[SourceFile]]] = {}
+    for file in files:
+        for split, rest in () if file.is_named else _splits_in(file):
+            groups.setdefault(rest, {}).setdefault(split, []).append(file)
+    val, unread = set[str](), set[str]()
+    for splits in groups.values():
+        kinds = {file.endings[0] for group in splits.values() for file in group}
+        if "train" in splits and len(splits) > 1 and kinds <= {*TABLES, ".txt"}:
+            _, validating = train_and_validation(splits, "data.files")
+            for split in {*splits} - {"train"}:
+                names = {file.name for file in splits[split]}
+                (val if needs_validation and split == validating else unread).update(names)
+    others = {"for validation": val - unread, "not read": unread}
+    said = [f"{what}: {join_words(sorted(names), maximum=3)}" for what, names in others.items() if names]
+    if said:
+        log_once(f"data.files: by their names, {'; '.join(said)}")
+    train = [file for file in files if file.name not in val | unread]
+    return train, [replace(file, split="val") for file in files if file.name in val - unread]
+
+
+def _splits_in(file: SourceFile) -> Iterator[tuple[str, str]]:
+    """Yield each split that a file's name or one of its folders is called by, and the rest of the name."""
+    *folders, name = file.name.split("/")
+    for place, folder in enumerate(folders):
+        if found := _SPLIT_NAME.fullmatch(folder):
+            yield str(found.lastgroup), "/".join([*folders[:place], "*", ""])
+    stem = name.lower().removesuffix("".join(file.endings))
+    if found := _SPLIT_NAME.search(stem):
+        rest = re.sub("[0-9]+", "", f"{stem[: found.start()]}*{stem[found.end() :]}")
+        yield str(found.lastgroup), "/".join([*folders, rest])
 
 
 def match_files(data: DataSection, field: str, split: str | None) -> list[SourceFile]:

@@ -288,6 +288,48 @@ def test_saved_splits_without_validation_are_divided_and_without_train_refused(t
     assert f"data.val_files: {problem}" in fails(files_config(first, val_files=[first]), tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("train", "val", "unread"),
+    [
+        ("train.csv", "valid.csv", "test.csv"),
+        ("train.csv", "test.csv", None),
+        ("train-00000-of-00002.csv", "validation-00000-of-00001.csv", "test-00001-of-00003.csv"),
+        ("My_Train.csv", "My_Dev.csv.gz", None),
+        ("train/pos/1.csv", "test/neg/2.csv", None),
+    ],
+)
+def test_files_that_are_called_like_splits_do_not_train(tmp_path, write, files_config, train, val, unread, caplog):
+    for name, text in {train: "train", val: "val", unread or "other.csv": "other"}.items():
+        content = f"text\n{text}\n".encode()
+        write(f"a/{name}", gzip.compress(content) if name.endswith(".gz") else content)
+    folder = tmp_path / "text/a"
+    told = "; ".join([f"for validation: {val}", *([f"not read: {unread}"] if unread else [])])
+    with caplog.at_level(logging.INFO, "hfgolf"):
+        for found in (folder, folder / "**/*.csv*"):
+            texts = read(files_config(str(found)), tmp_path)
+            assert sorted(texts["train"]) == (["train"] if unread else ["other", "train"]) and texts["val"] == ["val"]
+    assert f"data.files: by their names, {told}" in caplog.messages
+    other = files_config(str(folder), val_files=[write("other.txt", "mine")])
+    assert "val" not in documents(other, tmp_path) and read(other, tmp_path)["val"] == ["mine"]
+    named = [str(folder / name) for name in (train, val)]
+    assert documents(files_config(*named, val_files=[write("other.txt", "mine")]), tmp_path) == ["train", "val"]
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("train.py", "test.py"),
+        ("my train.txt", "unit test.txt"),
+        ("test.txt", "dev.txt"),
+        ("train/a.txt", "train/a.py", "test/a.txt"),
+    ],
+)
+def test_files_that_are_not_the_splits_of_one_set_train(tmp_path, write, train_on, names):
+    for name in names:
+        write(f"a/{name}", name)
+    assert sorted(documents(train_on(tmp_path / "text/a"), tmp_path)) == sorted(names)
+
+
 def tarred(members: dict[str, bytes | str], mode: str = "w", format: int = tarfile.PAX_FORMAT) -> bytes:
     sink = io.BytesIO()
     with tarfile.open(fileobj=sink, mode=mode, format=format) as archive:
