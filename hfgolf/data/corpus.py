@@ -69,6 +69,8 @@ class Corpus:
             reading["tar_pairs"] = "KEY.*txt"
         if any(file.endings[0] in (".json", *ARCHIVES) for file in self.files):
             reading["exports"] = READS
+        if any(file.endings[0] in ARCHIVES for file in self.files):
+            reading["archive_splits"] = "train"
         if optional := " ".join(file.name for file in self.files if file.is_optional):  # others must have the column
             reading["optional_files_sha256"] = hashlib.sha256(optional.encode(errors="surrogateescape")).hexdigest()
         return reading

@@ -35,6 +35,7 @@ from hfgolf.data.files import (
     not_text,
     optional_kinds,
     require_text,
+    without_other_splits,
 )
 from hfgolf.data.tables import (
     BINARY_TABLES,
@@ -142,6 +143,9 @@ def _used_members(file: SourceFile, column: Column, changed_at: int) -> dict[int
     }
     used = {number: member for number, member in used.items() if number not in beside}
     log_skipped("data.files", str(file.path), len(used), reasons)
+    if file.split is None:
+        trained = {*without_other_splits([*used.values()], needs_validation=False)[0]}
+        used = {number: member for number, member in used.items() if member in trained}
     optional = optional_kinds((member.endings[0], sizes[number]) for number, member in used.items())
     return {number: replace(member, is_optional=member.endings[0] in optional) for number, member in used.items()}
 

@@ -210,12 +210,12 @@ def named_files(data: DataSection) -> list[SourceFile]:
         real_paths = _real_paths(file.path for file in files)
         files = [file for file in files if real_paths[file.path] not in val_paths]
     if data.source == "files":
-        files, found = _without_other_splits(files, not val_files)
+        files, found = without_other_splits(files, not val_files)
         val_files += found
     return files + val_files
 
 
-def _without_other_splits(files: list[SourceFile], needs_validation: bool) -> tuple[list[SourceFile], list[SourceFile]]:
+def without_other_splits(files: list[SourceFile], needs_validation: bool) -> tuple[list[SourceFile], list[SourceFile]]:
     """Return the files without those that are for validation or tests by their names, and those that validate.
 
     Files are `train` and `test` if their names, but for numbers, differ in that word alone, or the names of their

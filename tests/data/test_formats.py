@@ -313,6 +313,9 @@ def test_files_that_are_called_like_splits_do_not_train(tmp_path, write, files_c
     assert "val" not in documents(other, tmp_path) and read(other, tmp_path)["val"] == ["mine"]
     named = [str(folder / name) for name in (train, val)]
     assert documents(files_config(*named, val_files=[write("other.txt", "mine")]), tmp_path) == ["train", "val"]
+    archive = write("b.zip", zipped({name: "text\na\n" for name in (train, val.removesuffix(".gz"))}))
+    assert documents(files_config(archive, val_files=[str(folder / val)]), tmp_path) == ["a"]
+    assert read(files_config(str(folder / train), val_files=[archive]), tmp_path)["val"] == ["a"] * 2
 
 
 @pytest.mark.parametrize(
