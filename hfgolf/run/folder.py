@@ -95,7 +95,7 @@ class RunFolder:
                     path.unlink(missing_ok=True)
 
     def lock(self) -> None:
-        """Keep other processes out until this one ends, however it ends. Raises UserError if another holds the lock."""
+        """Keep other processes out until `unlock` or the end of this process. Raises UserError if another is in."""
         if fcntl is None or self.path.resolve() in self._locks:
             return
         try:
@@ -124,14 +124,18 @@ class RunFolder:
             os.truncate(descriptor, 0)
             os.write(descriptor, f"{_this_process()}\n".encode())
 
+    def unlock(self) -> None:
+        """Let other processes in: the run has ended, and its process may be a notebook that goes on."""
+        descriptor = self._locks.pop(self.path.resolve(), None)
+        if descriptor is not None:
+            os.close(descriptor)
+
     def abandon(self) -> None:
         """Remove the folder if this process has written nothing to it but the lock: a failed start leaves nothing."""
-        descriptor = self._locks.get(self.path.resolve())
         with contextlib.suppress(OSError):
-            if descriptor is not None and os.listdir(self.path) == [self._lock_file.name]:
-                del self._locks[self.path.resolve()]
+            if self.path.resolve() in self._locks and os.listdir(self.path) == [self._lock_file.name]:
                 self._lock_file.unlink()
-                os.close(descriptor)
+                self.unlock()
                 self.path.rmdir()
 
     def hold(self) -> None:

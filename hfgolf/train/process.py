@@ -61,6 +61,7 @@ def session(config: RunConfig, signals: Signals | None) -> Iterator[tuple[Signal
             only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
             before = torch.are_deterministic_algorithms_enabled()
             stack.callback(torch.use_deterministic_algorithms, before, warn_only=only_warns)
+        stack.callback(run_folder(config).unlock)
         signals = stack.enter_context(signals or Signals())
         signals.runs, signals.stop_message = signals.runs + 1, BEFORE_THE_FIRST_STEP
         stack.enter_context(console)

@@ -91,6 +91,12 @@ def test_nothing_that_the_process_does_with_its_folder_unlocks_it(tmp_path, dist
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="folders are not locked there")
+def test_a_run_that_has_ended_leaves_its_folder_to_other_processes(shared_run):
+    """Its own may go on, such as the kernel of a notebook."""
+    assert not is_locked(shared_run())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="folders are not locked there")
 def test_a_child_that_outlives_the_run_does_not_keep_its_folder(tmp_path):
     """Loader workers are forked, and may survive a kill -9."""
     script = (
