@@ -14,7 +14,7 @@ import re
 import shutil
 import struct
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -49,6 +49,8 @@ class RunFolder:
     """`runs/NAME` and the files in it."""
 
     path: Path
+    _made: list[Path] = field(default_factory=list, init=False, repr=False, compare=False)
+    """The folder and its parents, as far as they did not exist."""
     _locks: ClassVar[dict[Path, int]] = {}
 
     config = _PathIn("config.yaml")
@@ -74,7 +76,7 @@ class RunFolder:
     def make(self) -> None:
         """Make the folder and check that this process may write there. Raises UserError if it may not."""
         try:
-            make_folder(self.path)
+            self._made.extend(make_folder(self.path))
             probe = self.path / ".writable"
             probe.write_text("\n")  # not empty: an empty file fits even on a full disk
             probe.unlink(missing_ok=True)  # another run may be probing, too
@@ -131,12 +133,16 @@ class RunFolder:
             os.close(descriptor)
 
     def abandon(self) -> None:
-        """Remove the folder if this process has written nothing to it but the lock: a failed start leaves nothing."""
+        """Remove the folder if this process has written nothing to it but the lock: a failed start leaves nothing.
+
+        Empty parents go, too, if `make` made them.
+        """
         with contextlib.suppress(OSError):
             if self.path.resolve() in self._locks and os.listdir(self.path) == [self._lock_file.name]:
                 self._lock_file.unlink()
                 self.unlock()
-                self.path.rmdir()
+                for path in (self.path, *self._made[1:]):
+                    path.rmdir()
 
     def hold(self) -> None:
         """Check that this process still holds the folder, and lock it again if it was deleted during the run.

@@ -102,12 +102,13 @@ def _held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def make_folder(folder: Path) -> None:
-    """Make a folder and its missing parents so that they survive a power cut."""
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder and its missing parents so that they survive a power cut; return them, the folder first."""
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in made:
         sync(path.parent)
+    return made
 
 
 def sync_tree(folder: Path) -> None:

@@ -63,11 +63,13 @@ def fork_and_exit(folder: Path) -> None:
 
 
 def test_a_failed_start_leaves_no_folder_unless_something_is_in_it(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    folder.make()
-    folder.lock()
-    folder.abandon()
-    assert not folder.path.exists()
+    RunFolder(tmp_path / "mine").make()
+    for place in ("run", "mine/run", "new/runs/run"):
+        folder = RunFolder(tmp_path / place)
+        folder.make()
+        folder.lock()
+        folder.abandon()
+        assert [path.name for path in tmp_path.iterdir()] == ["mine"], "an empty folder of the user stays"
     for _ in range(2):
         folder.make()
         folder.lock()  # a second try in the same process

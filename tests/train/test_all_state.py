@@ -51,6 +51,7 @@ EXEMPT = {
     r"\btrain\.resume(_with_other)?\b": "how the session was started",
     r"^run\.decisions\.(sources|config\.(train\.compile|batch\.micro_batch_size)$)": "open, or of the run so far",
     r"^hfgolf\.run\.folder\.RunFolder\._locks": "the number of an open file",
+    r"\.folder\._made\b": "the folders that this session made, which a failed start would remove",
 }
 """{part of a path: why it may differ after a resume}."""
 FOREIGN = ("torch", "accelerate", "transformers", "datasets", "tokenizers", "threading", "concurrent", "logging", "_")
