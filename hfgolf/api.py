@@ -52,7 +52,7 @@ from hfgolf.system.signals import Signals
 from hfgolf.system.wording import duration, join_words, labeled, one_line, shortened
 from hfgolf.train import loop
 from hfgolf.train.claim import changed_text, completed, with_own_folder
-from hfgolf.train.console import show_log
+from hfgolf.train.console import quiet_libraries, show_log
 from hfgolf.train.decisions import with_accelerate
 from hfgolf.train.finish import show_summary
 from hfgolf.train.hooks import Hook
@@ -85,6 +85,7 @@ def train(
 def _train(resolved: ResolvedConfig, hooks: Sequence[Hook], signals: Signals | None, may_teach: bool) -> dict[str, Any]:
     if not isinstance(hooks, Iterable):
         raise UserError(f"hooks: {shortened(hooks)} is no list; pass hooks=[...].")
+    quiet_libraries()
     return loop.train(resolved, signals, [*standard_hooks(resolved.config), *hooks], may_teach)
 
 

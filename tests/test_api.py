@@ -19,6 +19,7 @@ import pandas as pd
 import pyarrow as pa
 import pytest
 import torch
+import transformers
 from datasets import Dataset, DatasetDict
 from torch import nn
 from transformers import (
@@ -566,6 +567,23 @@ def test_what_is_no_config_is_refused():
         hfgolf.UserError, match=r"config: 5 is none; pass a RunConfig, or the path or name of a config."
     ):
         hfgolf.train(5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("call", ["train", "fit in a program with a log of its own"])
+def test_libraries_are_quiet_however_a_run_is_started(folder, capsys, caplog, monkeypatch, call):
+    logging.getLogger("accelerate.utils.other").setLevel(logging.WARNING)
+    logging.getLogger("transformers.generation.stopping_criteria").setLevel(logging.WARNING)
+    transformers.utils.logging.enable_progress_bar()
+    sections = TINY | {"train": TINY["train"] | {"max_steps": 1, "sample_tokens": 40}, "data": {"files": "my.txt"}}
+    values = {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+    if call == "train":
+        hfgolf.train(hfgolf.load_config([], values=values))
+    else:
+        monkeypatch.setattr(logging.getLogger("hfgolf"), "handlers", [logging.NullHandler()])
+        hfgolf.fit(**sections)
+    assert "Removed shared tensor" not in caplog.text
+    assert "Writing model shards" not in (said := capsys.readouterr().err) and "predefined maximum length" not in said
 
 
 def test_config_by_path_name_or_object_is_the_same(tmp_path):
