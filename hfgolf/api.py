@@ -159,7 +159,7 @@ def fit(
         run = hfgolf.fit("my.txt", max_minutes=5, model={"num_hidden_layers": 4}, optim={"learning_rate": 0.02})
 
     The same call again continues a run that was stopped, and returns one that is complete. A call with other values
-    trains a new run beside it.
+    trains a new run beside it; with train={"resume": "latest"}, it continues that one with them.
 
     files: text, as for `hfgolf train`: files, folders, globs or URLs. None of them, and neither `data` nor `config`:
     the shipped config small.
@@ -204,7 +204,7 @@ def fit(
     resolved = _resolve(texts, config, stated)
     with _shown_log():
         resolved = with_accelerate(resolved)
-        if name is None:
+        if "run.name" not in stated and resolved.config.train.resume in (None, "auto"):
             resolved = with_own_folder(resolved)
         folder = run_folder(resolved.config)
         if not folder.path.exists():

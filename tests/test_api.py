@@ -137,6 +137,22 @@ def test_same_call_returns_the_run_and_another_trains_a_new_one(folder, capsys):
     assert other.folder == Path("runs/my-2") and other.summary["val_loss"] != first.summary["val_loss"]
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "my-2"),
+        ({"train": {"resume": "latest"}}, "my"),
+        ({"run": {"name": "my"}}, "my"),
+        ({"name": "my"}, "my"),
+    ],
+)
+def test_what_names_a_run_or_resumes_it_means_that_run(folder, resolved, options, name):
+    Path("runs/my").mkdir(parents=True)
+    Path("runs/my/config.yaml").write_text("train: {max_steps: 3}")
+    fit("my.txt", **options)
+    assert resolved[0].config.run.name == name
+
+
 def test_a_run_that_nobody_named_leaves_the_folders_of_others_alone(
     copied_run, tiny_run, hfgolf, reset_accelerate, tmp_path
 ):
