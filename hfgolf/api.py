@@ -161,8 +161,7 @@ def fit(
     The same call again continues a run that was stopped, and returns one that is complete. A call with other values
     trains a new run beside it; with train={"resume": "latest"}, it continues that one with them.
 
-    files: text, as for `hfgolf train`: files, folders, globs or URLs. None of them, and neither `data` nor `config`:
-    the shipped config small.
+    files: text, as for `hfgolf train`: files, folders, globs or URLs.
     config: what the values below change: a YAML file, the name of a shipped config, or a RunConfig.
     name: of the run, and of its folder in run.output_dir. None: that of the text or the config, with a number if
     another run has it.
@@ -202,6 +201,8 @@ def fit(
     elif tokenizer is not None and not isinstance(tokenizer, Mapping):
         stated |= tokenizer_folder(tokenizer, known)
     resolved = _resolve(texts, config, stated)
+    if config is None and resolved.sources.get("data.source", "small") == "small":  # nobody said it
+        raise UserError("files: they name no text; pass some, tables or texts as data=, or a config=.")
     with _shown_log():
         resolved = with_accelerate(resolved)
         if "run.name" not in stated and resolved.config.train.resume in (None, "auto"):
