@@ -215,7 +215,7 @@ def fit(
         except SystemExit as stopped:
             if stopped.code != 128 + signal.SIGINT:
                 raise
-            if not folder.metrics.is_file():
+            if not (folder.metrics.is_file() and read_metrics(folder.metrics).rows):
                 raise KeyboardInterrupt from None
     return TrainedRun(folder.path)
 
@@ -285,7 +285,10 @@ class TrainedRun:
     def __repr__(self) -> str:
         summary = self.summary
         if not summary:
-            return f"<run {self.folder}: {status(read_run(self.folder))}>"
+            try:
+                return f"<run {self.folder}: {status(read_run(self.folder))}>"
+            except UserError as error:  # before the first step, or the folder is gone
+                return f"<run {error}>"
         return (
             f"<run {self.folder}: validation loss {summary['val_loss']:.4f},"
             f" {summary['val_bits_per_byte']:.4f} bits per byte after {summary['steps']:,} steps>"

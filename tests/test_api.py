@@ -127,6 +127,26 @@ def test_fit_returns_a_run_that_shows_what_it_reached(folder, capsys):
     assert run.metrics.empty and run.metrics.index.name == "step"
 
 
+def test_a_run_shows_itself_before_its_first_step_and_without_its_folder(folder):
+    Path("my").mkdir()
+    Path("my/metrics.jsonl").write_text('{"step": 0, "event": "stopped", "elapsed_seconds": 0.0}\n')
+    run = hfgolf.open_run("my")
+    assert repr(run) == "<run my/metrics.jsonl holds no row: the run has logged nothing yet; wait for its first step.>"
+    shutil.rmtree("my")
+    assert "there is no folder my" in repr(run)
+
+
+def test_a_stop_in_the_evaluation_before_the_first_step_is_an_interrupt(folder, monkeypatch):
+    def stop(*_: Any, **__: Any) -> None:
+        Path("runs/my").mkdir(parents=True)
+        Path("runs/my/metrics.jsonl").write_text('{"step": 0, "event": "stopped", "elapsed_seconds": 0.0}\n')
+        raise SystemExit(128 + signal.SIGINT)
+
+    monkeypatch.setattr(api, "train_once", stop)
+    with pytest.raises(KeyboardInterrupt):
+        fit("my.txt")
+
+
 @pytest.mark.slow
 def test_same_call_returns_the_run_and_another_trains_a_new_one(folder, capsys):
     first = fit("my.txt")
