@@ -649,6 +649,16 @@ def test_the_arguments_win_over_the_config(folder, resolved, kind):
     assert resolved[1].config.data.files == ["my.txt"] and resolved[1].config.run.name == "tiny"
 
 
+def test_a_config_of_code_keeps_its_limit_and_its_name_and_implies_what_a_file_does(folder, resolved):
+    config = hfgolf.RunConfig().replace(data__hub_name="user/books", tokenizer__name_or_path="gpt2")
+    hfgolf.fit(config=config)
+    for taken in (api.as_resolved(config).config, resolved[0].config):
+        assert (taken.data.source, taken.tokenizer.kind, taken.train.max_steps) == ("hub", "pretrained", 1000)
+    hfgolf.fit("my.txt", config=hfgolf.RunConfig())
+    hfgolf.fit("my.txt", config=hfgolf.RunConfig().replace(run__name="mine"))
+    assert [each.config.run.name for each in resolved] == ["default", "my", "mine"]
+
+
 def test_one_limit_replaces_both_of_the_config(folder, resolved):
     hfgolf.fit(config="small", max_minutes=5)
     hfgolf.fit(config="small", max_steps=7)

@@ -98,10 +98,10 @@ class ResolvedConfig:
     @classmethod
     def from_code(cls, config: RunConfig) -> ResolvedConfig:
         """Wrap a config that Python code built; every value that differs from its default has the source "code"."""
+        defaults = RunConfig().flat() | {"train.max_steps": None}  # whose default is a limit for want of another
+        stated = {key: "code" for key, value in config.flat().items() if value != defaults[key]}
         if config.run.name is None:
             config = config.replace(run__name="default")
-        defaults = RunConfig().flat()
-        stated = {key: "code" for key, value in config.flat().items() if value != defaults[key]}
         return cls(config, stated).with_low_memory()
 
     @property
@@ -190,7 +190,7 @@ def load_config(
             f"  hfgolf {verb} --config small",
         )
     below, sources = ({}, {}) if base is None else (base.stated(), dict(base.sources))
-    if base and texts:
+    if base and texts and "run.name" not in sources:
         below["run.name"] = text_name(texts)
     if path is not None:
         for key in from_file:
@@ -371,7 +371,9 @@ def as_resolved(config: ResolvedConfig | RunConfig | str | Path) -> ResolvedConf
         return config
     if not isinstance(config, RunConfig | str | Path):
         raise UserError(f"config: {shortened(config)} is none; pass a RunConfig, or the path or name of a config.")
-    return ResolvedConfig.from_code(config) if isinstance(config, RunConfig) else load_config(config)
+    if isinstance(config, RunConfig):  # with what its values imply, as those of a file do
+        return load_config([], where="code", base=ResolvedConfig.from_code(config))
+    return load_config(config)
 
 
 def text_name(texts: Sequence[str]) -> str:
