@@ -569,6 +569,7 @@ def test_a_tokenizer_of_ones_own_is_used(folder, resolved):
 
 BAD = {
     "section": ({"modle": {"a": 1}}, "hfgolf.fit: unknown key modle.a"),
+    "option of the command line": ({"minutes": 5}, "unknown key minutes; did you mean train.max_minutes?"),
     "other name": ({"lr": 0.1}, "hfgolf.fit: unknown key lr; here: optim.learning_rate"),
     "key": ({"model": {"depth": 3}}, "hfgolf.fit: unknown key model.depth; did you mean"),
     "type": ({"model": {"hidden_size": "x"}}, "hfgolf.fit: model.hidden_size: 'x' is not allowed; allowed: a whole"),

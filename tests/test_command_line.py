@@ -378,6 +378,7 @@ def test_each_key_takes_its_bounds_and_refuses_in_one_line_what_is_beyond(config
     [
         ("optm: {name: muon}", "unknown section optm; did you mean optim?"),
         ("optim: {lerning_rate: 1}", "unknown key optim.lerning_rate; did you mean optim.learning_rate?"),
+        ("train: {minutes: 5}", "unknown key train.minutes; did you mean train.max_minutes?"),
         ("optim: fast", "optim: 'fast' is not allowed; allowed: keys and values, as in `optim: {key: value}`."),
         ("optim: {learning_rate: }", "optim.learning_rate: null is not allowed; allowed: a number above 0, up to"),
         (

@@ -537,7 +537,8 @@ def _check_key(key: str, where: str | None) -> None:
     if last in OTHER_NAMES:
         raise UserError(f"{where}: unknown key {key}; here: {OTHER_NAMES[last]}.")
     by_name = {known.split(".")[1]: known for known in reversed(KEY_TYPES)}
-    by_name |= {option[2:]: option for option in _SHORT}
+    is_typed = where == "the command line"  # else a file or Python, which have no such options
+    by_name |= {short[2:]: short if is_typed else option[2:] for short, option in _SHORT.items()}
     section = nearest(key.split(".")[0], SECTIONS)
     section_keys = [known for known in KEY_TYPES if known.split(".")[0] == section]
     names, likeness = (section_keys, 0.7) if "." in key else (by_name, 0.8)
