@@ -45,12 +45,13 @@ def taught(said: ResolvedConfig) -> ResolvedConfig | None:
     None if they are too few. Its name ends with "-taught", without a source: if another run has it, it gets a number.
     """
     folder = run_folder(said.config)
-    seconds, minutes = _seconds(folder), said.config.train.max_minutes or 0
+    seconds, minutes, summary = _seconds(folder), said.config.train.max_minutes or 0, read_summary(folder.summary)
     if not has_time_to_teach(seconds, minutes, LEAST_STEPS):
         return None
-    steps = steps_of_taught(read_summary(folder.summary)["steps"], seconds, minutes)
+    steps = steps_of_taught(summary["steps"], seconds, minutes)
     values: dict[str, Any] = {key: said.config.flat()[key] for key in said.sources if key.startswith("hub.")}
     values |= {DISTILL_FROM: [str(folder.path)], "train.max_minutes": float(f"{minutes - seconds / 60:.3g}")}
+    values["train.final_eval_tokens"] = summary["val_tokens"]  # so that their last evaluations compare
     values |= {"train.max_steps": steps} | ({"train.resume": "auto"} if said.config.train.resume else {})
     run = load_config([], where="auto", values=values)
     unstated: dict[str, Any] = {"run__name": name_of(str(said.config.run.name), "-taught")}

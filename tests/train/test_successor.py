@@ -82,6 +82,7 @@ def test_of_a_slow_teacher_a_model_learns_for_fewer_steps_and_the_end_says_if_no
         folder.summary.write_text(json.dumps(summary))
         second = taught(said)
         assert (second and second.config.train.max_steps) == steps
+        assert second is None or second.config.train.final_eval_tokens == summary["val_tokens"], "or they don't compare"
     with caplog.at_level(logging.INFO, "hfgolf"):
         assert api.train_once(said)["run"] == "tiny"
     assert "taught           no other model, because too little of the 5 min 00 s is left" in caplog.messages
