@@ -46,7 +46,7 @@ from hfgolf.run.metrics import read_metrics
 from hfgolf.run.record import read_run, read_summary, status
 from hfgolf.system.command import is_first_of_machine
 from hfgolf.system.durable import new_folder
-from hfgolf.system.errors import UserError
+from hfgolf.system.errors import UserError, writing
 from hfgolf.system.ranks import decide, together
 from hfgolf.system.signals import Signals
 from hfgolf.system.wording import duration, join_words, labeled, one_line, shortened
@@ -529,11 +529,14 @@ def _hash(*parts: object) -> str:
 
 
 def _once(stated: Mapping[str, Any], digest: str, write: Callable[[Path], Any]) -> Path:
-    """Return the folder of the cache that a hash names; `write` fills it if it is not there."""
+    """Return the folder of the cache that a hash names; `write` fills it if it is not there.
+
+    Raises UserError if the machine refuses that, as on a full disk.
+    """
     data = DataSection(**{"cache_dir": stated["data.cache_dir"]} if "data.cache_dir" in stated else {})
     cache = cache_folder(data).absolute()
     folder = cache / "passed" / digest[:16]
-    with locked(cache / "passed.lock", "copies what was passed to hfgolf.fit"):
+    with writing("data.cache_dir", cache), locked(cache / "passed.lock", "copies what was passed to hfgolf.fit"):
         if not folder.is_dir():
             with new_folder(folder) as partial:
                 write(partial)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import logging
@@ -407,6 +408,19 @@ def test_processes_that_start_together_copy_an_object_once(tmp_path):
     with ThreadPoolExecutor(2) as pool:
         folders = {*pool.map(lambda _: api._once({"data.cache_dir": tmp_path}, "0" * 64, write), range(2))}
     assert len(folders) == len(written) == 1
+
+
+def test_a_cache_that_takes_no_copy_is_one_line(tmp_path):
+    def write(partial: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    line = rf"^data.cache_dir: cannot write to {tmp_path} \(No space left on device\); free up space there"
+    with pytest.raises(hfgolf.UserError, match=line):
+        api._once({"data.cache_dir": tmp_path}, "0" * 64, write)
+    (tmp_path / "passed.lock").unlink(missing_ok=True)
+    (tmp_path / "passed.lock").mkdir()  # no lock file can be there
+    with pytest.raises(hfgolf.UserError, match=r"^data.cache_dir: cannot write"):
+        api._once({"data.cache_dir": tmp_path}, "0" * 64, write)
 
 
 @pytest.mark.parametrize("files", [pd.DataFrame(TABLE), b"my.txt", None, 5, [TEXTS], io.StringIO("my.txt"), {"a": 1}])
