@@ -76,7 +76,8 @@ def train(
     """Train a model and return the summary: losses, bits per byte, speed and the model's folder.
 
     config: from `load_config`, a RunConfig, or the path or name of a YAML file. In a notebook, `hfgolf.fit` is the
-    shorter way. hooks: see `hfgolf.Hook`. signals: as in `loop.train`.
+    shorter way; unlike it and the command, this takes no other folder, and refuses a run that is complete.
+    hooks: see `hfgolf.Hook`. signals: as in `loop.train`.
     Raises UserError for a problem that the user can fix, and SystemExit(128 + signal) if a signal ended the run.
     """
     return _train(as_resolved(config), hooks, signals, may_teach=False)
