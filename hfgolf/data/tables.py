@@ -313,7 +313,8 @@ def _separated(
     blocks: Iterator[str], path: Path, column: Column, marks: list[str], advice: str, **dialect: Any
 ) -> Iterator[Row]:
     csv.field_size_limit(MAX_ROW_CHARACTERS)
-    lines, head = _lines(blocks, path), []
+    lines = _lines(blocks, path)
+    head: list[str] = []
     for line in lines:
         if not head and (stated := re.fullmatch(r"sep=(.)\r?\n", line)) and stated[1] in marks:
             marks, line = [stated[1]], "\n"  # a blank line is no row, but counts
