@@ -17,11 +17,12 @@ from transformers import PreTrainedModel
 
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.config.milestones import milestone
-from hfgolf.config.sections import RunConfig
+from hfgolf.config.sections import DataSection, RunConfig
 from hfgolf.data import token_cache
 from hfgolf.data.batches import num_blocks
 from hfgolf.data.cache_folder import cache_folder
 from hfgolf.data.corpus import load_corpus
+from hfgolf.data.files import find_paths, is_url
 from hfgolf.data.token_stream import open_stream, stream_path
 from hfgolf.data.tokenizer import embedding_rows, find_tokenizer
 from hfgolf.data.words import count_words
@@ -124,7 +125,7 @@ def meta_model(config: RunConfig, vocabulary: int, device: str) -> PreTrainedMod
 def count_tokens(config: RunConfig) -> TokenCounts:
     """Count the tokens if they are cached or quick to tokenize; otherwise note why not.
 
-    Raises UserError if the config's tokenizer cannot be loaded.
+    Raises UserError if the config's tokenizer cannot be loaded, or if all files are here, but no training can use them.
     """
     tokenizer, known = config.tokenizer, None
     found: list[Path | None] = []
@@ -141,6 +142,8 @@ def count_tokens(config: RunConfig) -> TokenCounts:
             found = [token_cache.find_cache(text, tokenizer, known) for text in texts]
         reason = "not tokenized yet" + (f": {num_bytes / 1e6:,.0f} MB of files" if listed else "")
     except UserError as error:
+        if _are_here(config.data):
+            raise
         reason = str(error)
     if known and all(found):
         try:
@@ -154,6 +157,18 @@ def count_tokens(config: RunConfig) -> TokenCounts:
         loaded = find_tokenizer(tokenizer, {}, Path())
         return TokenCounts(embedding_rows(loaded) if loaded else 0, note=reason)
     return TokenCounts(VOCABULARIES.get(tokenizer.kind, tokenizer.max_vocab_size), note=reason)
+
+
+def _are_here(data: DataSection) -> bool:
+    """Return whether this machine has all files of a text; one on the network may only be out of reach."""
+    texts = data.sources().values()
+    names = [name for text in texts for name in (*text.files, *text.val_files)]
+    if any(text.source == "hub" for text in texts) or any(map(is_url, names)):
+        return False
+    try:
+        return all(find_paths(name, "data.files") for name in names)
+    except UserError:
+        return False
 
 
 def this_machine(precision: str, processes: int) -> Machine:

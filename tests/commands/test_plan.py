@@ -182,6 +182,22 @@ def test_uncounted_text_is_explained(tiny_run, monkeypatch):
     assert "no file matches 'nowhere.txt'" in missing.note
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("empty.txt", b"", "is empty; remove it or add text to it"),
+        ("pictures/a.png", b"\x89PNG\r\n\x1a\n", "is a picture, not text"),
+        ("folder/notes", b"\x00", "holds no file of a known kind"),
+    ],
+)
+def test_a_text_that_no_training_can_use_has_no_plan(tiny_run, tmp_path, name, content, said):
+    (tmp_path / name).parent.mkdir(exist_ok=True)
+    (tmp_path / name).write_bytes(content)
+    named = tmp_path / name.split("/")[0]
+    with pytest.raises(UserError, match=said):
+        count_tokens(load_config(tiny_run(data__files=str(named))).config)
+
+
 @pytest.fixture
 def script(hfgolf: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Return a function that runs the script in this process and returns what it said; with `fails`, on stderr."""
