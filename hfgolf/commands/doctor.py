@@ -6,10 +6,10 @@ are findings; 2: there is no such run.
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from hfgolf.commands.options import Answer, ScriptParser
 from hfgolf.doctor.doctor import advice, examine
-from hfgolf.doctor.finding import Finding
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import Metrics
 from hfgolf.system.wording import count_of
@@ -21,27 +21,39 @@ def main() -> Answer:
     parser = ScriptParser(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, help="run folders, such as runs/small")
     arguments = parser.parse_args()
-    seen = {run: examine(run) for run in arguments.runs}
-    findings = {str(run): list(map(dataclasses.asdict, found)) for run, (found, _) in seen.items()}
-    text = "\n\n".join(_describe(run, *found) for run, found in seen.items())
-    return Answer(findings, text, status=int(any(findings.values())))
+    figures = {str(run): _figures(run) for run in arguments.runs}
+    text = "\n\n".join(_describe(run, **found) for run, found in figures.items())
+    return Answer(figures, text, status=int(any(found["findings"] for found in figures.values())))
 
 
-def _describe(run: Path, findings: list[Finding], metrics: Metrics) -> str:
-    steps = metrics.rows[-1]["step"] if metrics.rows else metrics.events[-1]["step"]
-    sample = ", a sample of the rows" if metrics.is_sampled else ""
-    if not findings:
-        epochs = metrics.rows[-1].get("epoch") if metrics.rows else None
-        better = advice(run, epochs)
-        said = f"{run}: {_well(metrics)} ({count_of(steps, 'step')}{sample})"
-        return f"{said}\n  better {better}" if better else said
-    lines = [f"{run}: {count_of(len(findings), 'finding')} ({count_of(steps, 'step')}{sample})"]
-    for finding in sorted(findings, key=lambda finding: finding.step):
-        lines += [f"\nstep {finding.step}: {finding.symptom}", f"  saw    {finding.saw}"]
-        lines += [f"  {'causes' if i == 1 else '      '} {i}. {cause}" for i, cause in enumerate(finding.causes, 1)]
-        lines += [f"  try    {finding.options}"] if finding.fix else []
-        find_lr = finding.find_lr(RunFolder(run).config)
-        lines += [f"  find   {find_lr}"] if find_lr else []
+def _figures(run: Path) -> dict[str, Any]:
+    findings, metrics = examine(run)
+    epochs = metrics.rows[-1].get("epoch") if metrics.rows else None
+    return {
+        "steps": metrics.rows[-1]["step"] if metrics.rows else metrics.events[-1]["step"],
+        "is_sampled": metrics.is_sampled,
+        "verdict": count_of(len(findings), "finding") if findings else _well(metrics),
+        "better": None if findings else advice(run, epochs),
+        "findings": [
+            dataclasses.asdict(finding)
+            | {"options": finding.options, "find_lr": finding.find_lr(RunFolder(run).config)}
+            for finding in sorted(findings, key=lambda finding: finding.step)
+        ],
+    }
+
+
+def _describe(
+    run: str, steps: int, is_sampled: bool, verdict: str, better: str | None, findings: list[dict[str, Any]]
+) -> str:
+    sample = ", a sample of the rows" if is_sampled else ""
+    lines = [f"{run}: {verdict} ({count_of(steps, 'step')}{sample})"]
+    lines += [f"  better {better}"] if better else []
+    for finding in findings:
+        lines += [f"\nstep {finding['step']}: {finding['symptom']}", f"  saw    {finding['saw']}"]
+        causes = enumerate(finding["causes"], 1)
+        lines += [f"  {'causes' if number == 1 else '      '} {number}. {cause}" for number, cause in causes]
+        lines += [f"  try    {finding['options']}"] if finding["options"] else []
+        lines += [f"  find   {finding['find_lr']}"] if finding["find_lr"] else []
     return "\n".join(lines)
 
 

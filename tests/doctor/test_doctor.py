@@ -654,8 +654,13 @@ def test_script_prints_findings(hfgolf, tmp_path):
     config = sick / "config.yaml"
     assert f"  try    {finding.options}\n  find   {own_command()} find_lr --config {config} {rates}\n" in out
     status, out, _ = hfgolf("doctor", "--json", well, sick)
+    figures = json.loads(out)
     as_json = json.loads(json.dumps(vars(finding)))
-    assert (status, json.loads(out)) == (1, {str(well): [], str(sick): [as_json]})
+    advised = {"options": finding.options, "find_lr": f"{own_command()} find_lr --config {config} {rates}"}
+    is_well = {"steps": 100, "is_sampled": False, "verdict": "all is well", "better": None, "findings": []}
+    assert status == 1 and figures[str(well)] == is_well
+    assert figures[str(sick)] == is_well | {"steps": 10, "verdict": "1 finding", "findings": [as_json | advised]}
+    assert json.loads(hfgolf("doctor", "--json", often).out)[str(often)]["better"].startswith("the text was read 6.0")
 
 
 def test_rates_far_below_the_usual_are_raised_to_it_and_tiny_batches_enlarged():
