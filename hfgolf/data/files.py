@@ -60,8 +60,14 @@ _RUN_FILES = {"config.yaml", "metadata.json"}  # what tells a run's folder
 COMPRESSIONS = (".gz", ".bz2", ".xz", ".zst")
 _TARS = {".tgz": ".gz", ".tbz2": ".bz2", ".txz": ".xz", ".tzst": ".zst"}
 _OFFICE = {".docx": "a Word document", ".odt": "an OpenDocument text", ".epub": "an EPUB book"}
-_SHEETS = {".xlsx": "an Excel sheet", ".ods": "an OpenDocument sheet"}
-_SLIDES = {".pptx": "a PowerPoint presentation", ".odp": "an OpenDocument presentation"}
+_SHEETS = {".xlsx": "an Excel sheet", ".ods": "an OpenDocument sheet", ".numbers": "a Numbers sheet"}
+_SAVED = {
+    ".pptx": "a PowerPoint presentation",
+    ".odp": "an OpenDocument presentation",
+    ".key": "a Keynote presentation",
+    ".pages": "a Pages document",
+}
+_OBJECTS = "holds a program's numbers or objects, not text; write its text to a file"
 _PDF = "is a PDF, not text; convert it with `pdftotext`, and name the .txt file"
 _SPELLED = (
     (rb"%PDF-", _PDF),
@@ -88,6 +94,7 @@ _SPELLED = (
 """What is spelled in characters, and yet no text."""
 _FORMATS: tuple[tuple[bytes, str], ...] = (
     (rb"%PDF-", _PDF),
+    (rb"(?s)PK\x03\x04.{26}[\w./-]+(/data\.pkl|\.npy)", _OBJECTS),  # what torch.save and np.savez write
     (rb"PK\x03\x04|PK\x05\x06", "is a zip archive, not text; name it .zip, or unpack it"),
     (rb"\xd0\xcf\x11\xe0", "is an old Office document, not text; save it as plain text or CSV"),
     (rb"\x1f\x8b", "is compressed by gzip; give its name the ending .gz"),
@@ -100,7 +107,7 @@ _FORMATS: tuple[tuple[bytes, str], ...] = (
     (rb"PAR1", "is a Parquet file; give its name the ending .parquet"),
     (rb"ARROW1|\xff\xff\xff\xff", "is an Arrow file; give its name the ending .arrow"),
     (rb"SQLite format 3\0", "is an SQLite database, not text; write its table of text to a .csv file"),
-    (rb"\x89HDF|\x93NUMPY|\x80[\x02-\x05]", "holds a program's numbers or objects, not text; write its text to a file"),
+    (rb"\x89HDF|\x93NUMPY|\x80[\x02-\x05]", _OBJECTS),
     (
         rb"\xff\xd8\xff|\x89PNG|GIF8[79]a|II\*\0|MM\0\*|(?s:RIFF.{4}WEBP)|(?s:.{4}ftyp(avif|hei[cx]|mif1))",
         "is a picture, not text; read its text with `tesseract PICTURE NAME`, and name NAME.txt",
@@ -487,8 +494,8 @@ def not_text(start: bytes, path: Path, encoding: str | None = None) -> str | Non
         return f"is {_OFFICE[ending]}, not text; convert it with `pandoc -t plain`, and name the .txt file"
     if start.startswith(b"PK") and ending in _SHEETS:
         return f"is {_SHEETS[ending]}, not text; save it as CSV"
-    if start.startswith(b"PK") and ending in _SLIDES:
-        return f"is {_SLIDES[ending]}, not text; save it as plain text"
+    if start.startswith(b"PK") and ending in _SAVED:
+        return f"is {_SAVED[ending]}, not text; save it as plain text"
     for pattern, problem in _FORMATS:
         if re.match(pattern, start):
             return problem

@@ -11,9 +11,11 @@ import subprocess
 import sys
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 import hfgolf.data.documents as documents_module
 from hfgolf.config.sections import DataSection
@@ -308,8 +310,15 @@ def test_what_is_not_text_is_named(read, kind):
 
 def test_office_documents_are_named_by_their_ending(read):
     kinds = {"docx": "Word", "epub": "EPUB", "xlsx": "Excel sheet", "odt": "OpenDocument", "pptx": "PowerPoint"}
-    for ending, kind in kinds.items():
+    for ending, kind in (kinds | {"pages": "a Pages document, not text; save it as plain text"}).items():
         assert kind in read(f"a.{ending}", b"PK\x03\x04\x14\0\0\0")
+
+
+def test_tensors_in_a_zip_archive_are_not_called_an_archive_of_text(read, tmp_path):
+    torch.save({"weight": torch.zeros(3)}, tmp_path / "made.pt")
+    np.savez(tmp_path / "made.npz", weight=np.zeros(3))
+    for name in ("made.pt", "made.npz"):
+        assert "holds a program's numbers or objects, not text" in read(f"a_{name}", (tmp_path / name).read_bytes())
 
 
 @pytest.mark.parametrize(
