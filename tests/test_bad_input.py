@@ -56,8 +56,9 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
         {
             "": "the following arguments are required: paths; `... --help` shows what it takes.\n",
             "nothing.yaml": "there is no definition nothing.yaml; name one, such as benchmarks/",
-            "nothing": "nothing holds no complete run; finish its training",
-            "nothing tiny.yaml": "nothing holds no complete run; finish its training",
+            "nothing": "there is no run nothing; runs here: none.",
+            "nothing tiny.yaml": "there is no run nothing; runs here: none.",
+            "nothing --jobs 2": "--jobs: only for a definition; run folders are only read",
             "nothing --train.max_steps 3": "--train.max_steps: only for a definition; run folders are only read",
             "a.yaml b.yaml": "b.yaml: only one definition is allowed, or the folders of runs.",
             "tiny.yaml --train.max_stops 3": "the command line: unknown key train.max_stops; did you",

@@ -35,8 +35,8 @@ def main() -> Answer:
     arguments, unknown = parser.parse_known_args([token for token in tokens if not is_option(token)])
     run_options += unknown
     reads = arguments.paths[0].suffix not in (".yaml", ".yml")
-    if reads and run_options:
-        raise UserError(f"{run_options[0].partition('=')[0]}: only for a definition; run folders are only read.")
+    if reads and (for_runs := [*run_options, *(["--jobs"] if arguments.jobs > 1 else [])]):
+        raise UserError(f"{for_runs[0].partition('=')[0]}: only for a definition; run folders are only read.")
     if not reads and len(arguments.paths) > 1:
         raise UserError(f"{arguments.paths[1]}: only one definition is allowed, or the folders of runs.")
     experiment = None if reads else load_experiment(arguments.paths[0])

@@ -18,6 +18,7 @@ from hfgolf.compare.experiment import PlannedRun
 from hfgolf.compare.launch import CONCURRENT_RUNS
 from hfgolf.compare.statistics import Curve, Point
 from hfgolf.config.other_names import in_current_names
+from hfgolf.run.find_model import is_run, models_here
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import of_averages, on_subset, read_rows
 from hfgolf.run.record import read_json, read_summary
@@ -79,6 +80,8 @@ def read_outcome(folder: RunFolder) -> Outcome:
     evaluations, saves, and pauses of the machine or between sessions.
     """
     if not (folder.summary.is_file() and folder.metrics.is_file() and folder.metadata.is_file()):
+        if not is_run(folder.path):
+            raise UserError(f"there is no run {folder.path}; {models_here(str(folder.path))}")
         raise UserError(f"{folder.path} holds no complete run; finish its training, or leave it out.")
     try:
         return _outcome(folder)
