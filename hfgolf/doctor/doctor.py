@@ -16,6 +16,7 @@ from hfgolf.config.sections import RunConfig
 from hfgolf.doctor import resource_symptoms, symptoms
 from hfgolf.doctor.finding import Finding
 from hfgolf.doctor.history import History, Line
+from hfgolf.run.folder import RunFolder
 from hfgolf.run.metrics import Metrics, read_metrics_of
 from hfgolf.system.command import own_command
 from hfgolf.system.errors import UserError
@@ -56,11 +57,11 @@ OFTEN = 4.0
 
 
 def advice(folder: Path, epochs: float | None) -> str | None:
-    """Say what makes a healthy run better whose text is short for it; None if it is not.
+    """Say what makes a healthy, complete run better whose text is short for it; None if it is not.
 
     epochs: passes over its text.
     """
-    if epochs is None or epochs < OFTEN:
+    if epochs is None or epochs < OFTEN or not RunFolder(folder).summary.is_file():  # only a complete run teaches
         return None
     settings = settings_of(folder)
     if settings["model.architecture"] != "golf" or settings["data.mixture"] or settings["train.distill_from"]:

@@ -641,6 +641,8 @@ def test_script_prints_findings(hfgolf, tmp_path):
     assert hfgolf("doctor", well) == (0, f"{well}: all is well (100 steps)\n", "")
     rows = log(range(1, 101))
     often = write(tmp_path / "often", [row | {"epoch": 0.06 * row["step"]} for row in rows])
+    assert hfgolf("doctor", often) == (0, f"{often}: all is well (100 steps)\n", ""), "a run that lasts cannot teach"
+    (often / "summary.json").touch()
     better = "  better the text was read 6.0 times; a model that this one teaches learns more from it: "
     assert hfgolf("doctor", often).out.startswith(f"{often}: all is well (100 steps)\n{better}")
     hardly = write(tmp_path / "hardly", log(range(1, 4), lambda step: 8.3 if step == 2 else None))  # null: nonfinite
