@@ -60,14 +60,17 @@ def push_folder(
     format: as hub.format. What was pushed follows the URL if that was a choice. revision: a branch, which begins
     without the files of main; None: main. tag: for the commit. First sets repo_id in the card's example.
     huggingface_hub reads HF_ENDPOINT and the token. Raises UserError if the Hub is unreachable, refuses or does not
-    respond, if `private` is true but the repository is public, if there is such a tag, if a file is a link, or if there
-    is no native form but it was asked for.
+    respond, if `private` is true but the repository is public, if there is such a tag, if a file is a link, if card or
+    weights are missing, or if there is no native form but it was asked for.
     """
     files = exported_files(folder)  # refuses links before anything reads the files
     with tempfile.TemporaryDirectory() as scratch:
         from hfgolf.publish.convert import in_format  # late: it imports the architectures
 
         outgoing, said = in_format(folder, format, Path(scratch) / "model", repo_id)
+        for names in (("README.md",), ("model.safetensors", _INDEX)):
+            if not any((outgoing / name).is_file() for name in names):
+                raise UserError(f"{folder} has no {names[0]}, so nothing was pushed; export the model again.")
         # results are of the model in any form
         results = [path for path in files if path.parent != folder]
         files = files if outgoing == folder else [*exported_files(outgoing), *results]

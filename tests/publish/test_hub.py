@@ -226,6 +226,14 @@ def test_only_exported_files_are_pushed(exported, hub, tmp_path, caplog):
     assert "user/other" not in hub.repositories
 
 
+@pytest.mark.parametrize("name", ["README.md", "model.safetensors"])
+def test_a_folder_without_card_or_weights_is_refused_before_anything_is_created(exported, hub, name):
+    (exported / name).unlink()
+    with pytest.raises(UserError, match=f"has no {name}, so nothing was pushed; export the model again"):
+        push_folder(exported, "user/name", private=False, message="m", format="golf")
+    assert hub.repositories == {}
+
+
 def test_a_branch_and_a_tag_load_by_their_names(exported, hub, hfgolf, tmp_path):
     """The branch holds only what was pushed to it, and its card says what it loads; main stays as it is."""
     assert hfgolf("push", exported.parent, "--repo", "user/name", "--format=golf").status == 0
