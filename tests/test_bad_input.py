@@ -165,6 +165,7 @@ MISTAKES = {  # script: what comes before the mistake, then {mistake: what the l
             "--folder out": "--resume, --folder and --pattern describe another trainer; add its --command.",
             "--faults SIGHUP": "--faults: invalid choice: 'SIGHUP'",
             "--command python": "not with --command; add it to the command itself.",
+            "--command python --steps 9": "--steps: not with --command; add it to the command itself.",
         },
     ),
     "vocabulary_study.py": (

@@ -48,8 +48,9 @@ def main() -> Answer:
     take_source(arguments := parser.parse_args())
     if arguments.model and not (arguments.files and arguments.calibration_files and arguments.output):
         raise UserError("--model: also give --files, --calibration_files and --output.")
-    if arguments.run and (arguments.files or arguments.calibration_files):
-        raise UserError("--files: a run brings its own text; use --model for other text.")
+    for name in ("files", "calibration_files", "text_column") if arguments.run else ():
+        if getattr(arguments, name) != parser.get_default(name):
+            raise UserError(f"--{name}: a run brings its own text; use --model for other text.")
     model = find_model(arguments.model) if arguments.model else ""
     output = arguments.output or arguments.run / "golf"
     if output.exists() and not (output / "certificate.json").is_file():

@@ -44,6 +44,9 @@ def main() -> Answer:
         " benchmarks/vocabulary_study.py (default: those of English web text)",
     )
     arguments = parser.parse_args()
+    for name in ("device", "processes", "mfu", "sequence_length") if arguments.tokens else ():
+        if getattr(arguments, name) != parser.get_default(name):
+            raise UserError(f"--{name}: only with --minutes; it says how many tokens a machine reads in them.")
     vocabularies = _parse_vocabularies(arguments.bytes_per_token) if arguments.bytes_per_token else BYTES_PER_TOKEN
     speed = None
     if arguments.minutes:

@@ -43,6 +43,8 @@ def main() -> Answer:
     is_gguf = model.suffix == ".gguf" and model.is_file()
     if arguments.base_model and not is_gguf:
         raise UserError("--base_model: only a GGUF file has it; other models name in their card what they began with.")
+    if arguments.format != "auto" and is_gguf:
+        raise UserError("--format: only a folder has it; a GGUF file is pushed as it is.")
     if not is_gguf and not (model / "config.json").is_file():
         raise UserError(f"--model: there is no exported model in {model}; {models_here(str(model))}")
 

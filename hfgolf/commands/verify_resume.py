@@ -81,8 +81,9 @@ def main() -> Answer:
     arguments, run_options = parser.parse_known_args()
     plan = KillPlan(arguments.kills, arguments.kill_seed, arguments.num_processes, arguments.faults)
     if arguments.command is not None:
-        if run_options:
-            raise UserError(f"{run_options[0]}: not with --command; add it to the command itself.")
+        of_own_runs = ["--steps"] if arguments.steps != parser.get_default("steps") else []
+        if given := [*of_own_runs, *run_options]:
+            raise UserError(f"{given[0]}: not with --command; add it to the command itself.")
         build = partial(other_trainer, arguments.command, arguments.resume, arguments.folder, arguments.pattern)
     else:
         if arguments.resume or arguments.folder or arguments.pattern != PATTERN:

@@ -149,6 +149,7 @@ def test_script_prints_ten_shapes_and_valid_training_options(hfgolf):
         (("--budget_bytes", 10**6, "--minutes", 1, "--bytes_per_token", "9=1"), "allowed: 257 entries or more"),
         (("--budget_bytes", 10**6, "--minutes", 1, "--device", "abacus"), "abacus is not in the table; known: "),
         (("--budget_bytes", 10**6, "--minutes", 1, "--runs", "a"), "--runs a; `hfgolf golf plan --help`"),
+        (("--budget_bytes", 10**6, "--tokens", 10**6, "--device", "H100"), "--device: only with --minutes"),
     ],
 )
 def test_a_mistake_is_one_line(hfgolf, tmp_path: Path, monkeypatch, arguments, says):

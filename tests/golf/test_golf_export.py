@@ -527,6 +527,7 @@ def test_failed_certificate_gives_no_score(trained, corpus_file, tmp_path, hfgol
         (["--run", "nowhere"], "there is no run in nowhere"),
         (["--model", "m", "--budget_bytes", "1"], "also give --files, --calibration_files and --output"),
         (["--run", "RUN"], "--budget_bytes is missing"),
+        (["--run", "RUN", "--text_column", "body"], "--text_column: a run brings its own text"),
         (["--run", "RUN", "--budget_bytes", "7000"], "7,000 is too small"),
         (["--run", "RUN", "--output", "RUN", "--budget_bytes", "9000"], "exists and no export wrote it"),
         (["--run", "RUN", "--code_files", "nothing.py"], "nothing.py is not a file"),

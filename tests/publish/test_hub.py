@@ -279,6 +279,7 @@ def test_a_gguf_file_has_a_repository_whose_card_names_the_model(hub, hfgolf, tm
     assert "base_model" not in gguf_card(file.name, "user/small-gguf", None)
     file.write_bytes(b"text")
     assert "is not a GGUF file" in hfgolf("push", *how).err
+    assert "--format: only a folder has it" in hfgolf("push", *how, "--format", "native").err
     refused = hfgolf("push", "--model", tmp_path, *how[2:])
     assert refused.status == 2 and refused.err.startswith("error: --base_model: only a GGUF file has it;")
 
