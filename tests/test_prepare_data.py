@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -38,3 +39,14 @@ def test_prepared_tokens_are_reused_by_the_next_call_and_by_training(
 def test_no_limit_of_a_training_is_asked_for(corpus_file, tmp_path, hfgolf, named):
     said = hfgolf("prepare", *named, corpus_file, "--data.split=contiguous", f"--data.cache_dir={tmp_path}")
     assert said.status == 0 and "tokens" in said.out
+
+
+def test_json_has_the_figures_of_conversations(hfgolf, tmp_path):
+    turns = [[{"role": "user", "content": f"one and {n}"}, {"role": "assistant", "content": "two"}] for n in range(40)]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in turns))
+    options = ["--data.messages_column=messages", "--data.val_fraction=0.5", f"--data.cache_dir={tmp_path / 'cache'}"]
+    options += ["--tokenizer.kind=byte", "--batch.sequence_length=8", "--batch.tokens_per_step=8"]
+    said = hfgolf("prepare", tmp_path / "chat.jsonl", *options, "--json")
+    assert said.status == 0, said.err
+    figures = json.loads(said.out)
+    assert sum(figures[split]["assistant_tokens"] for split in ("train", "val")) == 40 * len("two.")  # and its end

@@ -119,6 +119,18 @@ class TextEvaluation:
             "coverage": self.plan.coverage(),
             "adapt_rate": self.options.adapt_rate,
             "legality": self.legality,
+            "certificate": self.certificate and self.certificate.line,
+            **self._challenge(),
+        }
+
+    def _challenge(self) -> dict[str, Any]:
+        """Return the score by Parameter Golf's rule, if it counts other bytes."""
+        counted = self.certificate.facts["challenge_bytes"] if self.certificate is not None else None
+        if self.evaluation is None or counted in (None, self.evaluation.num_bytes):
+            return {}
+        return {
+            "challenge_bits_per_byte": bits_per_byte(self.evaluation.nats, counted),
+            "challenge_bytes": counted,
         }
 
     def table(self) -> str:
@@ -145,9 +157,8 @@ class TextEvaluation:
             ("perplexity", f"{self.evaluation.perplexity:,.4f}"),
             ("bits per byte", f"{self.evaluation.bits_per_byte:.4f}"),
         ]
-        counted = self.certificate.facts["challenge_bytes"] if self.certificate is not None else None
-        if counted not in (None, self.evaluation.num_bytes):
-            score = bits_per_byte(self.evaluation.nats, counted)
+        if challenge := self._challenge():
+            score, counted = challenge.values()
             rows.append(
                 ("challenge", f"{score:.4f} bits per byte by Parameter Golf's rule, which counts {counted:,} bytes")
             )

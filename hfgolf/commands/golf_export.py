@@ -87,6 +87,7 @@ def main() -> Answer:
         exported = export(found, settings, output, lambda line: print(line, file=sys.stderr, flush=True))
     data = {name: getattr(exported, name) for name in ("ledger", "table", "problems")}
     data |= {"folder": str(output), "certificate": exported.certificate.line}
+    data["findings"] = _findings(exported)
     return Answer(data, _text(exported), problems=exported.problems)
 
 
@@ -109,7 +110,7 @@ def _text(exported: Exported) -> str:
         f"{aligned(lines, 'lrll')}\n{total:,} of {budget:,} bytes, {left} ({totals})",
         table_text(exported.table["tensors"]),
     ]
-    parts += ["\n".join(said)] if (said := [*quantized.findings, *exported.table["findings"]]) else []
+    parts += ["\n".join(said)] if (said := _findings(exported)) else []
     before, after, seconds = (ledger[key] for key in ("before", "after", "seconds"))
     windows = after["mode"] if after["mode"] == "flat" else f"{after['mode']}, stride {after['stride']}"
     windows += f", adapting at a rate of {rate:g}" if (rate := ledger["settings"]["adapt_rate"]) else ""
@@ -126,3 +127,7 @@ def _text(exported: Exported) -> str:
     }
     score = [exported.certificate.line, *(f"{name:<15}{value}" for name, value in rows.items())]
     return "\n\n".join([*parts, "\n".join(score)])
+
+
+def _findings(exported: Exported) -> list[str]:
+    return [*(exported.quantized.findings if exported.quantized else ()), *exported.table.get("findings", ())]

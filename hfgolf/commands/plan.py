@@ -57,6 +57,7 @@ def main() -> Answer | None:
         milestone_steps,
         run_length,
     )
+    from hfgolf.measure.memory import fragmented_bytes
     from hfgolf.train.autopilot import choose
     from hfgolf.train.console import show_log
     from hfgolf.train.init_from import named_by_weights, take_architecture
@@ -98,7 +99,9 @@ def main() -> Answer | None:
     parts: dict[str, Any] = {"data": data, "machine": machine, "length": length, "budget": affordable}
     numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
     numbers |= dataclasses.asdict(needs) | {"fits": needs.fits}
+    numbers["fragmented_bytes"] = fragmented_bytes(needs.memory) if machine.device == "cpu" else 0
     numbers |= {name: part and dataclasses.asdict(part) for name, part in parts.items()}  # None: unknown
+    numbers["note"] = note or None
     numbers["milestones"] = milestones
     numbers["chosen"] = chosen and chosen.values
     numbers["speed"] = {"tokens_per_second": speed, "source": source}

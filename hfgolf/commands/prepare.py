@@ -37,9 +37,12 @@ def main() -> Answer:
         figures[name] = {"tokens": len(stream), "bytes": num_bytes}
         counted = f" {num_bytes:>18,} bytes {num_bytes / len(stream):>6.2f} bytes per token" if num_bytes else ""
         if stream.is_target is not None:
-            counted = f" {int(stream.is_target.sum()):>18,} of the assistant ({num_bytes:,} bytes of its text)"
+            figures[name]["assistant_tokens"] = int(stream.is_target.sum())
+            counted = f" {figures[name]['assistant_tokens']:>18,} of the assistant ({num_bytes:,} bytes of its text)"
         lines.append(f"{name:<6}{len(stream):>16,} tokens{counted}")
     for name, text in tokens.texts.items():
+        one = {"train_tokens": len(text.train), "val_tokens": len(text.val), "folder": text.path}
+        figures.setdefault("texts", {})[name] = one
         lines.append(f"{name}: {len(text.train):,} train and {len(text.val):,} validation tokens, {text.path}")
     megabytes = (tokens.train.num_bytes + tokens.val.num_bytes) / 1e6
     speed = f"{megabytes:,.1f} MB in {seconds:.1f} s, {megabytes / seconds:.1f} MB/s"

@@ -305,7 +305,7 @@ def test_max_minutes_and_max_tokens_limit_the_steps(script, tiny_run, tmp_path):
     (tmp_path / "minute.yaml").write_text("train: {max_minutes: 1}")
     options = ["--config", tmp_path / "minute.yaml", *tiny_run()]
     by_clock = numbers(script(*options, "--tokens_per_second", 256 / 30, "--json"))
-    assert by_clock["length"]["steps"] == 2
+    assert by_clock["length"]["steps"] == 2 and by_clock["note"].startswith("limited by train.max_minutes")
     by_epochs = script(*tiny_run(train__max_epochs=0.01), "--json")
     tokens = numbers(by_epochs)["data"]["train_tokens"]
     assert numbers(by_epochs)["length"]["steps"] == -(-(0.01 * ((tokens - 1) // 32 * 32)) // 256)
