@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from hfgolf.commands.options import Answer, ScriptParser, bounded
 from hfgolf.config.parse import ResolvedConfig, load_config
 from hfgolf.system.errors import UserError
-from hfgolf.system.wording import count_of, duration, epochs
+from hfgolf.system.wording import count_of, dollars, duration, epochs
 
 if TYPE_CHECKING:
     from hfgolf.commands.needs import Length, Machine, Needs, TokenCounts
@@ -117,7 +117,7 @@ def main() -> Answer | None:
         if limit is not None:
             over = f" do not fit, but --train.max_steps {affordable.steps} does"
             fit = f"; the config's {limit:,} steps{over if limit > affordable.steps else ' fit'}"
-        money = "" if price is None else f", ${minutes / 60 * price:,.2f} at ${price:g} per hour,"
+        money = "" if price is None else f", {dollars(minutes / 60 * price)} at ${price:g} per hour,"
         lines.append(f"\nbudget: {duration(60 * minutes)}{money} pay for {paid}{fit}")
     return Answer(numbers, "\n".join(lines))
 
@@ -224,7 +224,7 @@ def describe_length(length: Length | None, parameters: int, price: float | None,
         f"time: about {counted}; {rest}, compiling and saves are not counted",
     ]
     if length.dollars is not None:
-        lines.append(f"cost: ${length.dollars:,.2f} at ${price:g} per hour")
+        lines.append(f"cost: {dollars(length.dollars)} at ${price:g} per hour")
     return lines
 
 
