@@ -97,8 +97,8 @@ def main() -> Answer:
     from hfgolf.train.console import show_log
 
     show_log(is_main_process=True)
-    is_equal = verify_resume(build(), plan)
-    return Answer({"equal": is_equal}, status=int(not is_equal))
+    is_equal, text = verify_resume(build(), plan)
+    return Answer({"equal": is_equal, "verdict": text}, status=int(not is_equal))
 
 
 @dataclass(frozen=True)
@@ -172,8 +172,11 @@ def other_trainer(command: str, resume: str | None, folder: Path | None, pattern
     return Trainer(commands[0], folder, work, saved_tensors, commands[1] if resume else None, pattern)
 
 
-def verify_resume(trainer: Trainer, plan: KillPlan) -> bool:
-    """Run both runs, log how they compare, and return whether they are equal. Raises UserError if one fails."""
+def verify_resume(trainer: Trainer, plan: KillPlan) -> tuple[bool, str]:
+    """Run both runs, log how they compare, and return whether they are equal, and the verdict in words.
+
+    Raises UserError if one fails.
+    """
     import torch
 
     from hfgolf.commands.evidence import diff_runs, diff_table, verdict
@@ -218,11 +221,11 @@ def verify_resume(trainer: Trainer, plan: KillPlan) -> bool:
     logger.info("\n%s\n\n%s (%.0f s)", diff_table(diffs), text, time.perf_counter() - started_at)
     if is_equal:
         shutil.rmtree(trainer.work)
-        return True
+        return True, text
     if plan.kills:
         logger.info("use --kills 0 to check whether two straight runs are equal on this machine")
     logger.info("both runs are in %s", trainer.work)
-    return False
+    return False, text
 
 
 def by_step(losses: dict[int, float]) -> dict[str, float]:

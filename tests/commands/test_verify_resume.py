@@ -273,8 +273,12 @@ def test_another_trainer_is_judged_by_its_log_and_its_files(tmp_path, hfgolf, ki
     options = ["--command", command, "--folder", folder, "--kills", len(faults), "--faults", *faults]
     if kind == "exact":  # of two lines for each step, the first has no loss
         options += ["--pattern", r"step (?P<step>\d+)(: loss (?P<loss>\S+))?"]
-    status, said, error = hfgolf("verify_resume", *options)
+    as_json = kind == "starts over"
+    status, said, error = hfgolf("verify_resume", *options, *(["--json"] if as_json else []))
     assert status == (says != "bitwise identical"), said + error
+    if as_json:
+        assert json.loads(said) == {"equal": False, "verdict": "NOT RESUMED: each session began with the first step"}
+        said = error
     assert f"\n{says}" in said
     for fault in faults:
         assert fault in said

@@ -162,6 +162,7 @@ def test_certificate_accompanies_the_score(foreign, texts, tmp_path, evaluate):
     status, printed, _ = evaluate(*common)
     assert status == 0 and "training text not known" in printed
     assert json.loads(path.read_text())["holds"]
+    assert json.loads(evaluate(*common, "--json").out)["certificate"] in printed
     (tmp_path / "train.txt").write_text("nothing of that")
     status, printed, _ = evaluate(*common, "--train_files", tmp_path / "train.txt")
     assert status == 0 and "none of them among 1 training document" in printed
