@@ -132,7 +132,9 @@ def take_words(arguments: argparse.Namespace, *options: str) -> list[str]:
 def add_source(parser: argparse.ArgumentParser, run: str, model: str) -> None:
     """Add --run and --model, for which `take_source` also takes a word without an option. run, model: their help."""
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("source", nargs="?", type=Path, metavar="RUN", help="the same without --run or --model")
+    source.add_argument(
+        "source", nargs="?", type=Path, metavar="RUN", help="a run or model that is here, without --run or --model"
+    )
     source.add_argument("--run", type=Path, help=run)
     source.add_argument("--model", help=model)
 
