@@ -38,6 +38,7 @@ from hfgolf.doctor.finding import Finding
 from hfgolf.evaluate.sample import generate_text
 from hfgolf.hooks import standard_hooks
 from hfgolf.model.modeling_golf import GolfForCausalLM
+from hfgolf.optim.groups import ALL_FROZEN
 from hfgolf.publish.hub import push_folder
 from hfgolf.publish.load import load_exported, load_model
 from hfgolf.report.report import render_page
@@ -463,7 +464,7 @@ def weights_folder(model: Any, tokenizer: Any, stated: Mapping[str, Any]) -> dic
         raise UserError(f"model: {type(model).__name__} is not a PreTrainedModel;{advice}.")
     frozen = [name for name, parameter in model.named_parameters() if not parameter.requires_grad]
     if len(frozen) == len([*model.parameters()]):
-        raise UserError("model: all of its parameters are frozen (requires_grad is False); set it for those to train.")
+        raise UserError(ALL_FROZEN)
     if any(parameter.is_meta for parameter in model.parameters()):
         raise UserError("model: it is on the meta device, without weights; pass one that has some.")
     if getattr(model, "is_quantized", False) or getattr(model, "_hf_peft_config_loaded", False):

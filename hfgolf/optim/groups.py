@@ -28,6 +28,7 @@ _SETTINGS = (
     "muon_every_steps",
 )
 KINDS = ("matrix", "embedding", "head", "vector")
+ALL_FROZEN = "model: all of its parameters are frozen (requires_grad is False); set it for those to train."
 PATTERNS = (
     ("model.layers.*.self_attn.*_proj.weight", "matrix"),
     ("model.layers.*.mlp.*_proj.weight", "matrix"),
@@ -130,12 +131,16 @@ def build_optimizer(
 ) -> Muon:
     """Build the one optimizer of a run, before `accelerator.prepare`. Arguments and errors as in `parameter_groups`.
 
+    Raises UserError also if all parameters are frozen.
+
     If torch.distributed is initialized, its processes must hold replicas or shards of this one model; they share Muon's
     work.
     """
     settings = {name: getattr(optim, name) for name in _SETTINGS}
     process_group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     groups = parameter_groups(named_parameters, optim, fused, kinds, in_out)
+    if not groups:
+        raise UserError(ALL_FROZEN)
     return Muon(groups, **settings, process_group=process_group)
 
 

@@ -202,6 +202,14 @@ def test_a_model_without_a_known_head_is_refused(tmp_path):
         trainer.create_optimizer()
 
 
+def test_a_model_whose_parameters_are_all_frozen_is_refused(tmp_path):
+    args = arguments(tmp_path)
+    frozen = MODELS["gpt2"]().requires_grad_(False)
+    trainer = Trainer(frozen, args, optimizer_cls_and_kwargs=muon_for_trainer(args))
+    with pytest.raises(UserError, match="all of its parameters are frozen"):
+        trainer.create_optimizer()
+
+
 def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     page = (ROOT / "docs" / "models.md").read_text(encoding="utf-8")
