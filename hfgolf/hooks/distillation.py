@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.checkpoint.identity import text_changes
@@ -27,7 +27,7 @@ from hfgolf.evaluate.context import max_positions
 from hfgolf.model.causal_blocks import choose_attention
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.layers_golf import cap_logits
-from hfgolf.model.modeling_golf import IGNORE_INDEX, GolfForCausalLM, default_chunk_elements
+from hfgolf.model.modeling_golf import IGNORE_INDEX, MAX_ROWS_FP16, GolfForCausalLM, default_chunk_elements
 from hfgolf.publish.load import load_exported
 from hfgolf.run.folder import RunFolder
 from hfgolf.run.record import read_json
@@ -130,34 +130,59 @@ class DistillationLoss(nn.Module):
 
     @torch.compiler.disable
     def _with_teachers(self, hidden: Tensor, weight: Tensor, targets: Tensor, chunk_elements: int | None) -> Tensor:
-        """Sum over chunks of rows, whose logits the backward pass computes again, so that those of all never exist."""
-        with torch.no_grad():
-            said = [last_hidden(teacher, self._input_ids).flatten(0, 1) for teacher in self._teachers]
-        elements = chunk_elements or default_chunk_elements(hidden.device.type)
-        # of a chunk, ten tensors are kept at once, and three of the plain loss, which memory.py predicts
-        rows = max(1, elements // 4 // weight.shape[0])
-        nats = torch.zeros((), device=hidden.device)
-        for start in range(0, len(hidden), rows):
-            part = slice(start, start + rows)
-            of_part = (hidden[part], weight, targets[part], [each[part] for each in said])
-            nats = nats + checkpoint(self._chunk, *of_part, use_reentrant=False)
-        return nats
-
-    def _chunk(self, hidden: Tensor, weight: Tensor, targets: Tensor, said: Sequence[Tensor]) -> Tensor:
-        with torch.no_grad():
-            mean = torch.zeros((), device=hidden.device)
-            for teacher, each in zip(self._teachers, said, strict=True):
-                logits = cap_logits(F.linear(each, teacher.lm_head.weight).float(), teacher.config)
-                mean = mean + logits.softmax(-1) / len(said)
-        # A copy of the head for each chunk: autocast's is the same for all, so their gradients would be summed in bf16.
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        with torch.autocast(device, enabled=False):
-            logits = F.linear(hidden.to(dtype), weight.to(dtype)).float()
-        logarithms = cap_logits(logits, self._config).log_softmax(-1)
-        counted = targets != IGNORE_INDEX
-        plain = F.nll_loss(logarithms, targets, ignore_index=IGNORE_INDEX, reduction="sum")
-        return (1 - SHARE) * plain - SHARE * ((mean * logarithms).sum(-1) * counted).sum()
+        with torch.no_grad():
+            said = [
+                (last_hidden(teacher, self._input_ids).flatten(0, 1).to(dtype), teacher.lm_head.weight.to(dtype))
+                for teacher in self._teachers
+            ]
+
+        def nats(chunk: Tensor, head: Tensor, part: slice) -> Tensor:
+            with torch.no_grad():
+                mean = torch.zeros((), device=device)
+                for teacher, (each, own_head) in zip(self._teachers, said, strict=True):
+                    logits = cap_logits(F.linear(each[part], own_head).float(), teacher.config)
+                    mean = mean + logits.softmax(-1) / len(said)
+            logarithms = cap_logits(F.linear(chunk, head).float(), self._config).log_softmax(-1)
+            counted = targets[part] != IGNORE_INDEX
+            plain = F.nll_loss(logarithms, targets[part], ignore_index=IGNORE_INDEX, reduction="sum")
+            return (1 - SHARE) * plain - SHARE * ((mean * logarithms).sum(-1) * counted).sum()
+
+        elements = chunk_elements or default_chunk_elements(device)
+        # of a chunk, ten tensors are kept at once, and three of the plain loss, which memory.py predicts
+        rows = max(1, elements // 4 // weight.shape[0])
+        rows = min(rows, MAX_ROWS_FP16) if dtype == torch.float16 else rows
+        total: Tensor = _SumOverChunks.apply(hidden, weight, rows, dtype, nats)
+        return total
+
+
+class _SumOverChunks(torch.autograd.Function):
+    """A loss, summed over chunks of rows. Like the plain one, it has a chunk's logits once, and its gradients then."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, rows: int, dtype: torch.dtype, nats: Callable[..., Tensor]
+    ) -> Tensor:
+        head = weight.detach().to(dtype).requires_grad_()
+        total = torch.zeros((), device=hidden.device)
+        hidden_gradient, weight_gradient = torch.empty_like(hidden), torch.zeros_like(weight)  # fp32, as autograd's sum
+        for start in range(0, len(hidden), rows):
+            part = slice(start, start + rows)
+            chunk = hidden[part].detach().to(dtype).requires_grad_()
+            with torch.enable_grad(), torch.autocast(hidden.device.type, enabled=False):
+                loss = nats(chunk, head, part)
+            hidden_gradient[part], of_head = torch.autograd.grad(loss, (chunk, head))
+            weight_gradient += of_head
+            total += loss.detach()
+        ctx.save_for_backward(hidden_gradient, weight_gradient)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:
+        hidden_gradient, weight_gradient = (gradient * scale.to(gradient.dtype) for gradient in ctx.saved_tensors)
+        return hidden_gradient, weight_gradient, None, None, None
 
 
 def last_hidden(model: GolfForCausalLM, input_ids: Tensor | None) -> Tensor:

@@ -16,7 +16,9 @@ from torch.nn import functional as F
 
 from hfgolf.config.parse import load_config
 from hfgolf.doctor import doctor
+from hfgolf.hooks import distillation
 from hfgolf.hooks.distillation import SHARE, Distillation, DistillationLoss
+from hfgolf.model.layers_golf import cap_logits
 from hfgolf.run.folder import RunFolder
 from hfgolf.system.errors import UserError
 from hfgolf.train import loop
@@ -35,7 +37,7 @@ def teachers(shared_run) -> list[Path]:
     return [shared_run(**options) for options in RUNS]
 
 
-def test_loss_and_gradients_are_those_of_the_definition():
+def test_loss_and_gradients_are_those_of_the_definition_and_each_chunk_is_computed_once(monkeypatch):
     student, *others = (build_model(logit_soft_cap=cap, hidden_size=width) for cap, width in ((8.0, 32), (None, 64)))
     others += [build_model(logit_soft_cap=5.0, hidden_size=32)]
     for seed, model in enumerate((student, *others)):
@@ -57,9 +59,13 @@ def test_loss_and_gradients_are_those_of_the_definition():
     gradients = {name: parameter.grad.clone() for name, parameter in student.named_parameters()}
     student.zero_grad()
     student.cross_entropy = DistillationLoss(student, others)
-    student.chunk_elements = 28 * student.config.vocab_size  # 48 rows in chunks of 7
-    loss = student.train()(ids, shift_labels=targets).loss
-    loss.backward()
+    student.chunk_elements = 28 * student.config.vocab_size  # 48 rows in 7 chunks
+    with monkeypatch.context() as patch:
+        computed: list[Any] = []
+        patch.setattr(distillation, "cap_logits", lambda *given: computed.append(given) or cap_logits(*given))
+        loss = student.train()(ids, shift_labels=targets).loss
+        loss.backward()
+    assert len(computed) == 7 * 3
     assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
     for name, parameter in student.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6)
