@@ -95,13 +95,14 @@ def find_lr(resolved: ResolvedConfig, rates: list[float]) -> list[Sweep]:
 def suggested_values(sweeps: list[Sweep], optim: OptimSection) -> dict[str, float]:
     """Return the suggested values, {"optim.key": learning rate}. Raises UserError if a sweep allows no suggestion.
 
-    If the embeddings have their own learning rate, it keeps its ratio to that of their group, as in the sweep.
+    If embeddings or vectors have their own learning rate, it keeps its ratio to that of their group, as in the sweep.
     """
     values = {f"optim.{sweep.key}": suggest(sweep) for sweep in sweeps}
-    if optim.embedding_learning_rate is not None:
-        key = sweeps[-1].key  # the sweep with the embeddings: Muon, which has none, comes first
-        ratio = optim.embedding_learning_rate / getattr(optim, key)
-        values["optim.embedding_learning_rate"] = float(f"{values[f'optim.{key}'] * ratio:.1e}")
+    key = sweeps[-1].key  # the sweep with embeddings and vectors: Muon, which has none, comes first
+    factor = values[f"optim.{key}"] / getattr(optim, key)
+    for name in ("embedding_learning_rate", "vector_learning_rate"):
+        if (rate := getattr(optim, name)) is not None:
+            values[f"optim.{name}"] = float(f"{rate * factor:.1e}")
     return values
 
 

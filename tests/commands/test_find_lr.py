@@ -110,13 +110,15 @@ def test_sweeps_start_from_the_same_state_and_change_only_their_groups(
     assert list(temporary.iterdir()) == []
 
 
-def test_suggestion_preserves_the_embedding_learning_rate_ratio():
-    optim = OptimSection(learning_rate=0.02, adamw_learning_rate=0.01, embedding_learning_rate=0.03)
+def test_suggestion_preserves_the_ratios_of_own_learning_rates():
+    own = {"embedding_learning_rate": 0.03, "vector_learning_rate": 0.005}
+    optim = OptimSection(learning_rate=0.02, adamw_learning_rate=0.01, **own)
     losses = [5.0 - min(i, 40 - i) / 40 for i in range(41)]
     rates = sweep_rates(1e-4, 1.0, 41)
     sweeps = [Sweep(key, rates, losses, [5.0] * 41, False) for key in ("learning_rate", "adamw_learning_rate")]
     values = suggested_values(sweeps, optim)
-    assert list(values) == ["optim.learning_rate", "optim.adamw_learning_rate", "optim.embedding_learning_rate"]
+    assert list(values) == ["optim.learning_rate", "optim.adamw_learning_rate", *(f"optim.{name}" for name in own)]
+    assert values["optim.vector_learning_rate"] == pytest.approx(values["optim.adamw_learning_rate"] / 2, rel=0.05)
     assert values["optim.learning_rate"] == values["optim.adamw_learning_rate"]
     assert values["optim.embedding_learning_rate"] == pytest.approx(3 * values["optim.adamw_learning_rate"], rel=0.05)
     assert list(suggested_values(sweeps, OptimSection())) == ["optim.learning_rate", "optim.adamw_learning_rate"]
