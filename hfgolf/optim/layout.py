@@ -40,7 +40,7 @@ def parameter_kinds(model: Any) -> dict[str, str]:
     - matrix: a weight of a linear layer, or a stack of matrices, such as the experts of a mixture.
     - embedding: a table that ids or positions look up, and with it a tied head.
     - head: the output matrix, or what else is linear outside of the base model, such as the head of a classifier.
-    - vector: everything else, whatever its shape: norms, biases, convolutions over time, decay rates, routers.
+    - vector: everything else, whatever its shape: norms, biases, convolutions over time, decay rates, most routers.
 
     Raises UserError for a model that is not one of transformers, or of peft around it.
     """
