@@ -150,7 +150,10 @@ def set_location(path: Path, location: str, revision: str | None = None) -> None
 
 
 def exported_files(folder: Path) -> list[Path]:
-    """Return the files that an export wrote to a folder, sorted. Warns about others. Raises UserError for a link."""
+    """Return the files that an export wrote to a folder, sorted. Warns about others.
+
+    Raises UserError for a link, or for an index that is damaged or names parts of the weights that are not there.
+    """
     index, parts = folder / _INDEX, set()
     if index.is_file() and not index.is_symlink():
         try:
@@ -158,6 +161,8 @@ def exported_files(folder: Path) -> list[Path]:
             parts = {name for name in named if re.fullmatch(r"model-\d{5}-of-\d{5}\.safetensors", name)}
         except (ValueError, RecursionError, KeyError, TypeError, AttributeError):
             raise UserError(f"{index} is damaged, so nothing was pushed; export the model again.") from None
+        if missing := sorted(name for name in parts if not (folder / name).exists()):
+            raise UserError(f"{folder} lacks its weights {missing[0]}, so nothing was pushed; export the model again.")
     names = {*_EXPORTED, *parts}
     results = folder / _RESULTS
     files = sorted(path for path in folder.iterdir() if path.name in names)

@@ -362,6 +362,9 @@ def test_parts_of_weights_are_pushed_as_the_index_names_them(tmp_path):
     for name in (*parts, "model-secret.safetensors", "model-00003-of-00003.safetensors"):
         (tmp_path / name).touch()
     assert [path.name for path in hub_module.exported_files(tmp_path)] == [*parts, index.name]
+    (tmp_path / parts[1]).unlink()
+    with pytest.raises(UserError, match=rf"lacks its weights {parts[1]}, so nothing was pushed"):
+        hub_module.exported_files(tmp_path)
     for damaged in ('{"weight_map": 3}', '{"weight_map": {"a": 5}}'):
         index.write_text(damaged)
         with pytest.raises(UserError, match=r"index.json is damaged, so nothing was pushed"):
