@@ -115,9 +115,14 @@ def generate_ids(
     others: what else `generate` takes: eos_token_id, if it is not that of the model, and a streamer. With learned
     positions, the text ends at the last position. The random generators and the model's mode are restored.
 
-    Raises UserError if the prompt leaves no room for a token, an id is outside the model's embedding, or the logits are
-    not finite.
+    Raises UserError if a setting is out of range, the prompt leaves no room for a token, an id is outside the model's
+    embedding, or the logits are not finite.
     """
+    if not (max_new_tokens >= 1 and (temperature == 0 or temperature >= 1e-3) and top_k >= 0 and 0 < top_p <= 1):
+        raise UserError(
+            "A setting is out of range; allowed: max_new_tokens from 1, temperature 0 or from 0.001, top_k from 0,"
+            " top_p above 0, up to 1."
+        )
     require_embedded(max(ids), next(model.get_input_embeddings().parameters()).shape[0])
     limit = max_positions(model)
     if limit is not None and len(ids) >= limit:

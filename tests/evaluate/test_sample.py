@@ -39,6 +39,12 @@ def test_temperature_0_takes_the_likeliest_token(build_model, tokenizer):
     assert generate_text(model, tokenizer, "ab", max_new_tokens=6, top_k=1) == expected
 
 
+@pytest.mark.parametrize("setting", [{"temperature": -1}, {"top_p": 2}, {"top_k": -1}, {"max_new_tokens": 0}])
+def test_a_setting_out_of_range_is_one_line(build_model, tokenizer, setting):
+    with pytest.raises(UserError, match=r"^A setting is out of range; allowed: max_new_tokens from 1"):
+        generate_text(build_model(), tokenizer, "ab", **setting)
+
+
 def test_sampled_text_that_spells_a_special_token_is_text(build_model, tokenizer):
     prompt = "é<|endoftext|>"
     assert generate_text(build_model(), tokenizer, prompt, max_new_tokens=1).startswith(prompt)
