@@ -678,8 +678,8 @@ class OptimSection(Section, frozen=True):
     cautious_weight_decay: bool = False
     """Apply weight decay only to weights that the update moves toward 0."""
     ema_decay: Rate | None = None
-    """Decay per step of the exponential moving average (EMA) of the weights, whose mean age is 1 / (1 - decay) steps;
-    null: no EMA. Where a text is read three times or more, a mean age of an eighth of the steps lowers the loss."""
+    """Decay per step of the exponential moving average (EMA) of the weights, whose mean age is 1 / (1 - decay) steps,
+    but at most a tenth of all so far; null: no EMA. It lowers the loss where a text is read three times or more."""
     ema_export: bool = False
     """Evaluate and export the averaged weights instead of the raw ones; else, they are evaluated, too."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 DENSITIES = (1.55, 2.8)  # of the texts that it was fitted to
 MIN_BYTES = 150_000  # of a text, most of the shortest of them: 5 % of 0.2 MB and more validate
-MEAN_AGE = 0.12  # of the weights in an average, as a share of the steps: benchmarks/learning/averages.py
+MEAN_AGE = 0.1  # of the weights in an average, as a share of the steps: the most that ema.py allows
 LEAST_SHORTENING = 0.1
 """By which twice the entries made each of these texts shorter, in tokens: by 11 % and more."""
 

@@ -1,4 +1,4 @@
-"""The average compared with torch's own, its half-life, and the bit-exact return of the raw weights."""
+"""The average compared with torch's own, its mean age, and the bit-exact return of the raw weights."""
 
 import copy
 
@@ -10,6 +10,7 @@ from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
 from hfgolf.system.errors import UserError
+from hfgolf.train.law import decay_of
 
 LATE = 10**9  # a step after the warmup of every decay here
 INPUT_IDS = torch.arange(24).view(2, 12) % 17
@@ -74,6 +75,17 @@ def test_warmup_forgets_the_initial_weights():
         ema.update(step)
     assert ema.state_dict()["weight"] < 1e-6
     assert [ema.decay_at(step) for step in (0, 1, LATE)] == [0.1, 2 / 11, 0.999]
+
+
+@pytest.mark.parametrize("decay", [decay_of(900), 0.9999])
+def test_an_average_is_at_most_a_tenth_of_the_steps_old(decay):
+    """A weight that grows by 1 in each step lags behind by the mean age."""
+    param = torch.nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    ema = Ema([("weight", param)], decay)
+    for step in range(1, 901):
+        param.data.fill_(step)
+        ema.update(step)
+    assert 900 - ema.state_dict()["weight"].item() == pytest.approx(90, rel=0.05)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
