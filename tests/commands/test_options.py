@@ -61,7 +61,7 @@ def test_a_refused_command_leaves_no_folder(tmp_path):
     command = [sys.executable, "-m", "hfgolf", "compare", "my.txt"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 2 and "holds no complete run" in done.stderr
+    assert done.returncode == 2 and "there is no run my.txt" in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["my.txt"]
 
 
