@@ -35,8 +35,8 @@ class Ema:
     def decay_at(self, step: int) -> float:
         """Return the decay after `step` updates. It is smaller at first, so that the initial weights fade quickly.
 
-        min(decay, (1 + step) / (10 + step)), like num_updates in TensorFlow's tf.train.ExponentialMovingAverage: the mean
-        age of the average is at most a tenth of the steps.
+        min(decay, (1 + step) / (10 + step)), like num_updates in TensorFlow's tf.train.ExponentialMovingAverage: the
+        mean age of the average is at most a tenth of the steps.
         """
         return min(self.decay, (1 + step) / (10 + step))
 
