@@ -517,13 +517,15 @@ def _utf16_order(start: bytes) -> str | None:
     """
     found: dict[str, int] = {}
     has_control = sum(map(start.count, range(8))) > len(start) / 100
+    if len(start) < 8 or not has_control:  # almost every file: the rest takes time
+        return None
     for order, upper in (("le", start[1::2]), ("be", start[::2])):
         text = start.decode(f"utf-16-{order}", "replace")
         num_odd = sum(unicodedata.category(letter)[0] == "C" and not letter.isspace() for letter in text)
         is_letters = num_odd + text.count("\ufffd") <= len(text) / 50
         is_small = sum(byte < 0x20 for byte in upper) > 0.9 * len(upper)
         is_east_asian = sum(byte in _EAST_ASIAN for byte in upper) > 0.9 * len(upper) >= 45 and not is_utf8(start)
-        if len(start) >= 8 and has_control and is_letters and (is_small or is_east_asian):
+        if is_letters and (is_small or is_east_asian):
             found[order] = len({*upper})
     return min(found, key=lambda order: found[order], default=None)
 
