@@ -182,8 +182,8 @@ def test_a_text_that_is_read_often_takes_averages_of_the_weights_and_no_segments
     chosen = autopilot.choose(decisions, torch.device("cpu"), 1, may_teach=True)
     optim = decisions.config.replace(**chosen.values).optim
     assert optim.ema_export == is_averaged == (", averaged weights; about" in chosen.lines[0])
-    of_eighth = pytest.approx(1 - 1 / (1 + 0.12 * steps), abs=1e-5)
-    assert optim.ema_decay == (of_eighth if is_averaged else decisions.config.optim.ema_decay)
+    of_tenth = pytest.approx(1 - 1 / (1 + 0.1 * steps), abs=1e-5)
+    assert optim.ema_decay == (of_tenth if is_averaged else decisions.config.optim.ema_decay)
     assert chosen.values["batch__segment_length"] == (None if epochs > 3 else 64)
     rates = optim.learning_rate, optim.adamw_learning_rate
     factor = 1.4 if is_averaged else 1
