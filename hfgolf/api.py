@@ -186,6 +186,8 @@ def fit(
     stated |= {key: value for key, value in (("run.name", name), ("run.seed", seed)) if value is not None}
     for section, values in ({"data": data, "model": model, "tokenizer": tokenizer} | sections).items():
         if isinstance(values, Mapping) and not is_splits(values):
+            if twice := [key for key in values if stated.get(f"{section}.{key}") is not None]:
+                raise UserError(f"{twice[0]}: also stated in {section}={{...}}; pass one of them.")
             stated |= {f"{section}.{key}": value for key, value in values.items()}
         elif section in sections:  # not a section: the command line's answer to an unknown key
             stated[section] = values

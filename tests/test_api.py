@@ -592,6 +592,7 @@ BAD = {
     "range": ({"max_steps": -1}, "hfgolf.fit: train.max_steps: -1 is not allowed"),
     "none": ({"max_steps": 0}, "hfgolf.fit: train.max_steps: 0 is not allowed"),
     "no time": ({"max_steps": None, "max_minutes": 0}, "hfgolf.fit: train.max_minutes: 0 is not allowed"),
+    "twice": ({"max_minutes": 5, "train": {"max_minutes": 3}}, r"max_minutes: also stated in train=\{...\}; pass one"),
     "no text": ({"max_minutes": 5}, "files: they name no text; pass some, tables or texts as data=, or a config="),
     "glob without a match": ({"files": []}, "files: they name no text"),
     "empty section": ({"data": {}}, "files: they name no text"),
