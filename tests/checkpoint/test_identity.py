@@ -100,12 +100,16 @@ def test_each_changed_key_is_accepted_or_rejected_as_documented(tiny_run, change
             identity.check_config("step-1", before, resolved)
 
 
-def test_automatic_settings_match_any_saved_value():
+def test_automatic_settings_match_any_saved_value_and_a_key_newer_than_the_run_counts_as_its_default():
     before = RunConfig().flat() | {"train.mixed_precision": "bf16", "train.compile": True, "train.cpu_threads": 7}
     assert not config_changes(before, load_config(["--train.max_steps=1000"]))
     assert [*config_changes(before, load_config(["--train.max_steps=1000", "--train.mixed_precision=no"]))] == [
         "train.mixed_precision"
     ]
+    older = {key: before[key] for key in before.keys() - {"model.attention_dropout", "optim.betas"}}
+    assert not config_changes(older, load_config(["--train.max_steps=1000"]))
+    changed = config_changes(older, load_config(["--train.max_steps=1000", "--model.attention_dropout=0.1"]))
+    assert [*changed.values()] == ["model.attention_dropout 0.0 -> 0.1"]
 
 
 def test_changed_text_is_rejected_before_any_change(run, tiny_run, text):

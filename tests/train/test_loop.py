@@ -21,7 +21,6 @@ from tiny_export import exported_weights
 
 import hfgolf
 from hfgolf.config.parse import load_config
-from hfgolf.system import hardware
 from hfgolf.system.errors import UserError
 from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.train import loop, setup, validation
@@ -162,13 +161,6 @@ def test_a_signal_saves_and_the_resumed_run_is_the_straight_one(run, tiny_run, s
     stopped = run(arguments)
     assert losses(stopped) == losses(straight)
     assert same(*(weights(folder / "checkpoints" / "latest") for folder in (straight, stopped)))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{"model__gradient_checkpointing": "true"}, {"data__num_workers": 2}])
-def test_memory_and_speed_options_do_not_change_losses(run, tiny_run, shared_run, options):
-    plain, other = shared_run(), run(tiny_run(run__name="other", **options))
-    assert losses(other) == pytest.approx(losses(plain), rel=1e-6)
 
 
 @pytest.mark.slow
@@ -388,19 +380,6 @@ def test_max_epochs_counts_passes_over_the_blocks(run, tiny_run):
     assert 0.1 <= last["epoch"] < 0.1 + 256 / 32 / 1000
 
 
-def test_missing_new_key_counts_as_its_default(run, tiny_run, copied_run):
-    """Removes two keys, one of them a tuple, from the config of a complete run."""
-    folder = copied_run(train__max_steps=3)
-    lines = (folder / "config.yaml").read_text().splitlines()
-    kept = [line for line in lines if not line.strip().startswith(("attention_dropout:", "betas:"))]
-    assert len(kept) == len(lines) - 2
-    (folder / "config.yaml").write_text("\n".join(kept) + "\n")
-    run(tiny_run(train__max_steps=3, train__resume="auto"))
-    (folder / "config.yaml").write_text("\n".join(kept) + "\n")
-    with pytest.raises(UserError, match=r"another config \(model.attention_dropout 0.0 -> 0.1\)"):
-        run(tiny_run(train__max_steps=3, model__attention_dropout=0.1))
-
-
 @pytest.mark.parametrize("resume", ["null", "auto"])
 def test_only_a_run_with_a_checkpoint_is_said_to_go_on(run, tiny_run, copied_run, resume):
     folder = copied_run()
@@ -417,17 +396,3 @@ def test_unwritable_output_folder_is_one_line(run, tiny_run, tmp_path):
     (tmp_path / "file").write_text("not a folder")
     with pytest.raises(UserError, match=r"run.output_dir: cannot write to .*; choose another --run.output_dir"):
         run(tiny_run(run__output_dir=tmp_path / "file"))
-
-
-@pytest.mark.parametrize("micro_batch_size", [1, "auto"])
-def test_model_too_large_for_memory_is_rejected_before_it_is_built(micro_batch_size, tiny_run, monkeypatch):
-    monkeypatch.setattr(hardware, "free_cgroup_bytes", lambda: 1000)  # what a container leaves
-    build = setup.build_model
-
-    def build_without_memory(*arguments: Any, **options: Any) -> Any:
-        assert torch.empty(1).is_meta, "it was built"
-        return build(*arguments, **options)
-
-    monkeypatch.setattr(setup, "build_model", build_without_memory)
-    with pytest.raises(UserError, match=r"not even one sequence of \d+ tokens fits: it needs .* of 0.00 GB free; try"):
-        setup.set_up(load_config(tiny_run(batch__micro_batch_size=micro_batch_size)))

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import logging
 import math
 import os
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +19,6 @@ from sharded import needs_fsdp2, shard
 from tiny_export import exported_weights
 from torch import Tensor
 
-from hfgolf.checkpoint import contents
 from hfgolf.checkpoint.state import TrainState
 from hfgolf.config.parse import load_config
 from hfgolf.data.batches import block_starts, sample_hash
@@ -198,23 +195,6 @@ def test_nonfinite_weights_are_not_saved(run, tiny_run, break_weights, caplog):
     best = load_file(checkpoints / "best" / "model.safetensors")
     assert all(torch.equal(exported[name], best[name]) for name in best)
     assert json.loads((folder / "summary.json").read_text())["step"] == 2
-
-
-def test_failed_last_background_save_is_reported(run, tiny_run, monkeypatch, caplog):
-    real = contents.commit_checkpoint
-
-    def commit(partial: Path, step: int, *arguments: Any) -> Path:
-        if step == 6:
-            time.sleep(0.3)  # the loop has continued by then
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return real(partial, step, *arguments)
-
-    monkeypatch.setattr(contents, "commit_checkpoint", commit)
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(tiny_run())
-    assert (folder / "checkpoints" / "latest").resolve().name == "step-000003"
-    assert len([line for line in caplog.messages if line.startswith("checkpoint of step 6 not written: ")]) == 1
-    assert [(event["event"], event["step"]) for event in events(folder)] == [("save_failed", 6)]
 
 
 def test_rollback_skips_a_checkpoint_that_yields_no_good_step(run, tiny_run, break_weights, caplog):
