@@ -262,6 +262,7 @@ MISTAKES = {
     "--schedule.loop_start 0.5": "schedule.loop_start: it needs model.overrides.loop; set that, or leave it 0.",
     "--model.num_key_value_heads 3": "3 does not divide model.num_attention_heads 4; allowed: 1, 2, 4.",
     "--model.architecture=llama --model.qk_norm=false": "model.qk_norm: it is an option of architecture golf",
+    "a.txt --data.old_text b.txt": "data.old_text requires model.init_from: other weights know no text yet.",
     "--data.source files": "data.files is empty, but data.source is files; name at least one path, folder, glob or",
     "--golf.qat_fraction 0.1": "golf.budget_bytes is null, but golf.qat_fraction is set; state the bytes to train for.",
     "--golf.qat_fraction=0.1 --golf.budget_bytes=9000 --optim.ema_export=true --optim.ema_decay=0.9": (

@@ -10,7 +10,6 @@ import pytest
 from tiny_export import build_tiny
 
 from hfgolf.publish.export import export_model
-from hfgolf.run.metrics import read_rows
 
 ROOT = Path(__file__).parents[1]
 SHRUNK = {
@@ -62,14 +61,6 @@ def test_every_config_takes_two_steps(run, config, tmp_path, corpus_file):
     assert summary["steps"] == 2
     start = summary.get("init_from", {"val_loss": 5.5})["val_loss"]  # or below ln 257
     assert summary["val_loss"] < start  # two steps have taught it something
-
-
-@pytest.mark.slow
-def test_run_can_be_repeated_from_its_folder(run, tiny_run, tmp_path):
-    first = run(tiny_run())
-    again = run(["--config", str(first / "config.yaml"), "--run.name", "again"])
-    losses = [[row["train_losses"] for row in read_rows(f / "metrics.jsonl")] for f in (first, again)]
-    assert losses[0] == losses[1]
 
 
 def test_a_run_ends_with_its_figures_a_sample_and_how_to_load_it(reset_accelerate, tiny_run, run_script, tmp_path):

@@ -289,13 +289,11 @@ def test_each_start_saves_its_config_metadata_and_patch(run, tiny_run, monkeypat
 
 def test_config_of_a_resumed_run_reproduces_it(run, tiny_run):
     """Although the run was resumed, there is nothing to resume in a new folder."""
-    straight = run(tiny_run(train__max_steps=3))
-    run(tiny_run(train__max_steps=6, train__resume="latest"))
+    straight = run(tiny_run(**CONSTANT, train__max_steps=3))
+    run(tiny_run(**CONSTANT, train__max_steps=6, train__resume="latest"))
     again = run([f"--config={straight / 'config.yaml'}", "--run.name=again"])
-    assert (
-        column(again, "sample_hashes") == column(straight, "sample_hashes")
-        and "resume: null" in (again / "config.yaml").read_text()
-    )
+    assert column(again, "train_losses") == column(straight, "train_losses")
+    assert "resume: null" in (again / "config.yaml").read_text()
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,8 @@ from hfgolf.system.stopwatch import Stopwatch
 from hfgolf.train import loop, setup, validation
 from hfgolf.train.console import show_log
 
-ROOT = Path(__file__).parents[2]
+ALL_AT_THE_END = {"data__val_fraction": 0.5, "train__eval_tokens": 9000, "train__eval_every_steps": 1}
+ALL_AT_THE_END |= {"train__final_eval_tokens": "null"}
 
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -207,9 +208,7 @@ def test_best_checkpoint_is_retained_and_exported(run, tiny_run, validation_loss
 
 @pytest.mark.parametrize("ema", [{}, {"optim__ema_decay": 0.9, "optim__ema_export": "true"}])
 def test_only_the_last_evaluation_reads_all_tokens(run, tiny_run, ema):
-    options = {"data__val_fraction": 0.5, "train__eval_tokens": 9000, "train__eval_every_steps": 1}
-    options["train__final_eval_tokens"] = "null"
-    folder = run(tiny_run(**options, **ema, train__max_steps=2))
+    folder = run(tiny_run(**ALL_AT_THE_END, **ema, train__max_steps=2))
     first, last = (row for row in rows(folder) if row["val_loss"] is not None)
     summary = json.loads((folder / "summary.json").read_text())
     assert 4000 < first["val_tokens"] == last["subset_val_tokens"] <= 9000 < 15_000 < last["val_tokens"]
@@ -233,9 +232,7 @@ def test_the_step_is_judged_by_the_tokens_of_the_evaluations_before(run, tiny_ru
         return dataclasses.replace(evaluation, nats=evaluation.nats * factor)
 
     monkeypatch.setattr(validation, "evaluate_loss", evaluated)
-    options = {"train__eval_tokens": 9000, "train__final_eval_tokens": "null", "train__eval_every_steps": 1}
-    options["data__val_fraction"] = 0.5
-    folder = run(tiny_run(**options, train__max_steps=3))
+    folder = run(tiny_run(**ALL_AT_THE_END, train__max_steps=3))
     summary = json.loads((folder / "summary.json").read_text())
     assert summary["step"] == 1
     last = rows(folder)[-1]
@@ -244,9 +241,7 @@ def test_the_step_is_judged_by_the_tokens_of_the_evaluations_before(run, tiny_ru
 
 def test_an_early_stop_is_the_last_evaluation_too(run, tiny_run, validation_losses):
     validation_losses([2.0, 2.5])
-    options = {"train__eval_tokens": 9000, "train__final_eval_tokens": "null", "train__eval_every_steps": 1}
-    options["data__val_fraction"] = 0.5
-    folder = run(tiny_run(**options, train__patience_evals=1, train__max_steps=9))
+    folder = run(tiny_run(**ALL_AT_THE_END, train__patience_evals=1, train__max_steps=9))
     evaluated_rows = [row for row in rows(folder) if row["val_loss"] is not None]
     assert [row["step"] for row in evaluated_rows] == [1, 2]
     assert ["subset_val_loss" in row for row in evaluated_rows] == [False, True]
