@@ -93,6 +93,7 @@ def _train(arguments: list[str]) -> Path:
     from hfgolf.run.folder import run_folder
 
     _reset_accelerate()
+    logging.getLogger("hfgolf").setLevel(logging.INFO)  # as the command does
     resolved = hfgolf.load_config(arguments)
     hfgolf.train(resolved)
     return run_folder(resolved.config).path

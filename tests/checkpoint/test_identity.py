@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import shutil
 from pathlib import Path
@@ -131,19 +130,12 @@ def test_changed_text_is_rejected_before_any_change(run, tiny_run, text):
 
 def test_resume_with_new_text_keeps_the_tokenizer(run, tiny_run, text, caplog):
     options = {**CONSTANT, "data__files": text, "tokenizer__kind": "bpe", "tokenizer__vocab_size": 300}
-    first = run(tiny_run(**options, train__max_steps=40, train__save_every_steps=20))
+    options["train__save_every_steps"] = 20
+    first = run(tiny_run(**options, train__max_steps=40))
     tokenizer = (first / "model" / "tokenizer.json").read_bytes()
     text.write_text(text.read_text().replace("seven", "sept").replace("make", "font"))
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        run(
-            tiny_run(
-                **options,
-                train__max_steps=43,
-                train__save_every_steps=20,
-                train__resume="latest",
-                train__resume_with_other="data",
-            )
-        )
+    options["train__resume"] = "latest"
+    run(tiny_run(**options, train__max_steps=43, train__resume_with_other="data"))
     assert "changed since then: train.max_steps 40 -> 43, files (text.txt)" in caplog.messages
     assert (first / "model" / "tokenizer.json").read_bytes() == tokenizer
     losses = [loss for row in rows(first) for loss in row["train_losses"]]
@@ -151,9 +143,8 @@ def test_resume_with_new_text_keeps_the_tokenizer(run, tiny_run, text, caplog):
     state = state_of(first, 43)
     assert (state["step"], state["tokens"], state["blocks"]) == (43, 43 * 256, 3 * 8)
     assert rows(first)[42]["epoch"] < rows(first)[39]["epoch"] / 10, "3 steps of the new text after 40 of the old"
-    with caplog.at_level(logging.INFO, "hfgolf"):  # the run is one of the new text now
-        run(tiny_run(**options, train__max_steps=45, train__save_every_steps=20, train__resume="latest"))
-    assert state_of(first, 45)["blocks"] == 5 * 8
+    run(tiny_run(**options, train__max_steps=45))
+    assert state_of(first, 45)["blocks"] == 5 * 8, "the run is one of the new text now"
 
 
 def test_many_files_are_recorded_briefly_and_still_compared():
@@ -225,9 +216,8 @@ def test_auto_resume_compares_with_the_checkpoint_not_config_yaml(run, copied_ru
 
 def test_changes_are_one_line_and_part_of_the_event(run, copied_run, tiny_run, caplog):
     folder = copied_run(**CONSTANT, train__max_steps=3)
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        changes = {"train__max_steps": 4, "optim__learning_rate": 0.01, "train__log_every_steps": 2}
-        run(tiny_run(**CONSTANT, train__resume="latest") + tiny_run(**CONSTANT, train__resume="latest", **changes))
+    changes = {"train__max_steps": 4, "optim__learning_rate": 0.01, "train__log_every_steps": 2}
+    run(tiny_run(**CONSTANT, train__resume="latest") + tiny_run(**CONSTANT, train__resume="latest", **changes))
     line = "changed since then: optim.learning_rate 0.02 -> 0.01, train.max_steps 3 -> 4"
     assert [message for message in caplog.messages if message.startswith("changed")] == [line]
     events = [json.loads(row) for row in (folder / "metrics.jsonl").read_text().splitlines() if '"resumed"' in row]
@@ -259,8 +249,7 @@ def test_resume_reuses_earlier_decisions(run, tiny_run, monkeypatch, caplog):
     config = seen[0].resolved.config.flat()
     assert {key: config[key] for key in decided} == decided
     assert "  compile: true  # the run so far\n" in (folder / "config.yaml").read_text()
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        run(tiny_run(train__max_steps=5, train__resume="latest", **undecided, batch__tokens_per_step=96))
+    run(tiny_run(train__max_steps=5, train__resume="latest", **undecided, batch__tokens_per_step=96))
     said = "batch.micro_batch_size: the run used 4, which is not possible here; deciding again"
     assert said in caplog.messages and seen[1].micro_batch_size == 3
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 import pickle
@@ -276,8 +275,7 @@ def test_failed_commit_deletes_nothing(run, tiny_run, monkeypatch, caplog, where
 
     monkeypatch.setattr(where, "sync", failing)
     monkeypatch.setattr(loop, "save", save)
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        run(tiny_run(train__save_every_steps=2, train__eval_every_steps=99, train__keep_last=1))
+    run(tiny_run(train__save_every_steps=2, train__eval_every_steps=99, train__keep_last=1))
     assert seen[2] == seen[4] == ["latest", "step-000002"]
     assert seen[6] == ["best", "latest", "step-000006"]
     assert [line for line in caplog.messages if "not written" in line] == [

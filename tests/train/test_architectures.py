@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import re
 import shutil
 
@@ -137,8 +136,7 @@ def test_mistake_is_found_before_any_data_is_read(run, tiny_run, mistake, messag
 
 @pytest.mark.slow
 def test_run_learns_and_its_model_loads_without_code(run, hfgolf, tiny_run, reset_accelerate, caplog):
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(tiny_run(model__architecture="gpt2", train__max_steps=30, train__eval_every_steps=30))
+    folder = run(tiny_run(model__architecture="gpt2", train__max_steps=30, train__eval_every_steps=30))
     assert "trust_remote_code" not in caplog.text
     losses = [loss for row in read_rows(folder / "metrics.jsonl") for loss in row["train_losses"]]
     assert losses[-1] < losses[0] - 1

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import random
 import re
 from pathlib import Path
@@ -65,8 +64,7 @@ def the_finding(folder: Path) -> Finding:
 
 
 def test_healthy_run_has_no_finding(run, tiny_run, caplog):
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(tiny_run(train__max_steps=120, train__eval_every_steps=20, train__log_every_steps=5))
+    folder = run(tiny_run(train__max_steps=120, train__eval_every_steps=20, train__log_every_steps=5))
     assert findings(folder) == []
     assert not [line for line in caplog.messages if line.startswith("doctor")]
 
@@ -75,7 +73,7 @@ def test_exploding_learning_rate(run, tiny_run, caplog):
     """The run fails before a row is due, and the finding is still reported."""
     options = {"optim__name": "adamw", "optim__learning_rate": 1e15, "optim__weight_decay": 0}
     arguments = tiny_run(train__max_steps=20, train__log_every_steps=10, **options, **AT_THE_END)
-    with caplog.at_level(logging.INFO, "hfgolf"), pytest.raises(UserError, match="not finite"):
+    with pytest.raises(UserError, match="not finite"):
         run(arguments)
     folder = Path(load_config(arguments).config.run.output_dir) / "tiny"
     finding = the_finding(folder)

@@ -238,8 +238,7 @@ def test_unwritable_folder_does_not_stop_training(run, tiny_run, shared_run, cap
     actions = {5: lambda run: fault(run, fault_patch), 9: lambda run: unblock(run, fault_patch)}
     patch.setattr(loop, "train_step", before_step(actions))
     try:
-        with caplog.at_level(logging.INFO, "hfgolf"):
-            folder = run(tiny_run(run__name="refused", **options))
+        folder = run(tiny_run(run__name="refused", **options))
     finally:
         fault_patch.undo()
         patch.undo()

@@ -69,8 +69,7 @@ print(type(model).__name__, json.dumps(model.generate(ids, max_new_tokens=8, do_
 
 def test_the_model_of_a_run_needs_only_transformers_and_is_its_checkpoint(run, tiny_run, tmp_path, caplog):
     """Without trust_remote_code. hfgolf reads the model that was trained from it, to the last bit."""
-    with caplog.at_level("INFO", "hfgolf"):
-        folder = run(tiny_run())
+    folder = run(tiny_run())
     exported = folder / "model"
     assert not list(exported.glob("*.py")) and "trust_remote_code" not in caplog.text
     config = json.loads((exported / "config.json").read_text())
@@ -98,8 +97,7 @@ def test_the_model_of_a_run_needs_only_transformers_and_is_its_checkpoint(run, t
 
 
 def test_a_model_without_a_native_form_is_exported_as_golf_and_says_why(run, tiny_run, caplog):
-    with caplog.at_level("INFO", "hfgolf"):
-        folder = run(tiny_run(model__overrides="{logit_soft_cap: 15.0}", train__max_steps=1))
+    folder = run(tiny_run(model__overrides="{logit_soft_cap: 15.0}", train__max_steps=1))
     (line,) = [line for line in caplog.messages if line.startswith("exported as ")]
     assert line.startswith(
         "exported as GolfForCausalLM, which needs trust_remote_code: no architecture of transformers"

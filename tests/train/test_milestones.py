@@ -149,9 +149,8 @@ def test_words_count_in_a_run_on_all_of_its_texts(run, tiny_run, corpus_file, ca
     """A milestone comes with a checkpoint, so a resume begins there; the log and the card say what was read."""
     text = corpus_file.read_text()
     ratio = len(text.split()) / len(text.encode())
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        options = {"train__save_every_steps": "null", "train__keep_last": 9}
-        folder = run(tiny_run(train__milestones="[100 words, 1k words]", **options))
+    options = {"train__save_every_steps": "null", "train__keep_last": 9}
+    folder = run(tiny_run(train__milestones="[100 words, 1k words]", **options))
     step = int(np.ceil(100 / ratio / 256))
     (event,) = [event for event in events(folder) if event["event"] == "milestone"]
     assert (event["name"], event["step"], event["tokens"]) == ("chck_100", step, 256 * step)
@@ -171,8 +170,7 @@ def test_words_of_a_text_that_was_replaced_count_on(run, tiny_run, corpus_file, 
     folder = run(tiny_run(**of_text))
     (before,) = [e["words"] / e["tokens"] for e in events(folder) if e["event"] == "milestone"]
     changed = {"data__files": other, "train__resume": "latest", "train__resume_with_other": "data"}
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        run(tiny_run(**of_text | {"train__max_steps": 9}, **changed))
+    run(tiny_run(**of_text | {"train__max_steps": 9}, **changed))
     step = 3 + int(np.ceil((600 - 768 * before) / 128))
     assert taken(folder) == {"chck_100": taken(folder)["chck_100"], "chck_600": step}
     state = json.loads((folder / "checkpoints" / "step-000009" / "train_state.json").read_text())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 
 import pytest
 from faults import same
@@ -42,8 +41,7 @@ def test_a_run_resumed_in_each_stage_matches_a_straight_one_bitwise(run, mixed_r
 
 
 def test_the_figures_of_each_text_add_up_to_those_of_the_whole(run, mixed_run, caplog):
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(mixed_run(train__max_steps=6))
+    folder = run(mixed_run(train__max_steps=6))
     said = [record.getMessage() for record in caplog.records]
     assert any(" sums: " in line and "75%, 50% from 900 tokens on; " in line for line in said)
     summary = json.loads((folder / "summary.json").read_text())

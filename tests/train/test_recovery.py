@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import math
 import os
 from pathlib import Path
@@ -57,8 +56,7 @@ def saved_state(folder: Path) -> dict[str, Any]:
 def test_nan_step_is_skipped_and_reported(run, tiny_run, spoil_gradients, caplog):
     """Two bad steps, not in a row, so that max_skipped_steps 2 is not reached."""
     runs = spoil_gradients(lambda step: step in (1, 3))
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(tiny_run(optim__ema_decay=0.9, train__max_skipped_steps=2, batch__micro_batch_size=4))
+    folder = run(tiny_run(optim__ema_decay=0.9, train__max_skipped_steps=2, batch__micro_batch_size=4))
     assert [row["skipped_steps"] for row in rows(folder)] == [0, 1, 1, 2, 2, 2]
     assert [row["grad_norm"] is None for row in rows(folder)] == [False, True, False, True, False, False]
     assert [(row["event"], row["step"]) for row in events(folder)] == [("skipped_step", 2), ("skipped_step", 4)]
@@ -94,8 +92,7 @@ def test_repeated_nan_steps_roll_back_and_exclude_their_blocks(
         **NO_EVALUATION,
         "model__dropout": 0.1,
     }
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        straight = run(tiny_run(run__name="straight", train__max_steps=12, **options))
+    straight = run(tiny_run(run__name="straight", train__max_steps=12, **options))
     assert [row["step"] for row in rows(straight)] == list(range(1, 13))
     read = [step for step in range(20) if step not in left_out][:12]
     assert hashes(straight) == hashes_of(read, blocks_per_epoch(runs[0]))
@@ -135,8 +132,7 @@ def test_fp16_scale_search_is_reported_without_a_rollback(run, tiny_run, shared_
     first_norm = rows(shared_run())[0]["grad_norm"]
     caplog.clear()
     fp16_on_cpu(2.0**24)
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(tiny_run(train__max_steps=20, train__mixed_precision="fp16", train__max_skipped_steps=1))
+    folder = run(tiny_run(train__max_steps=20, train__mixed_precision="fp16", train__max_skipped_steps=1))
     skipped = [row["step"] for row in rows(folder) if row["grad_norm"] is None]
     assert skipped, "a scale of 2^24 overflows fp16"
     # the steps before it were skipped, so the weights are the initial ones: the same norm up to fp16 and the batch
@@ -181,8 +177,7 @@ def break_weights(monkeypatch):
 
 def test_nonfinite_weights_are_not_saved(run, tiny_run, break_weights, caplog):
     break_weights(4)
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(tiny_run(train__save_every_steps=2, train__eval_every_steps=2, train__max_skipped_steps=9))
+    folder = run(tiny_run(train__save_every_steps=2, train__eval_every_steps=2, train__max_skipped_steps=9))
     checkpoints = folder / "checkpoints"
     assert sorted(path.name for path in checkpoints.iterdir()) == ["best", "latest", "step-000002"]
     assert (checkpoints / "latest").resolve().name == "step-000002"
@@ -199,10 +194,7 @@ def test_nonfinite_weights_are_not_saved(run, tiny_run, break_weights, caplog):
 
 def test_rollback_skips_a_checkpoint_that_yields_no_good_step(run, tiny_run, break_weights, caplog):
     break_weights(4, 1e38)  # finite, so it is saved; any pass through it overflows
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(
-            tiny_run(train__save_every_steps=2, train__max_skipped_steps=2, train__max_steps=8, **NO_EVALUATION)
-        )
+    folder = run(tiny_run(train__save_every_steps=2, train__max_skipped_steps=2, train__max_steps=8, **NO_EVALUATION))
     rollbacks = [event for event in events(folder) if event["event"] == "rollback"]
     assert [(event["step"], event["from_step"]) for event in rollbacks] == [(4, 6), (2, 6)]
     assert "no good step followed step-000004; going further back" in caplog.messages
@@ -252,8 +244,7 @@ def test_a_lasting_rise_of_the_loss_rolls_back_to_before_it_if_configured(run, t
     assert load_config(tiny_run()).config.train.rollback_on == ["nonfinite"]
     options = {"optim__adamw_learning_rate": 0.001, "train__save_every_steps": 10, "train__keep_last": 9}
     options |= {"train__max_steps": 80, "train__rollback_on": f"[nonfinite, {cause}]", **NO_EVALUATION}
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(tiny_run(**options))
+    folder = run(tiny_run(**options))
     (rollback,) = [event for event in events(folder) if event["event"] == "rollback"]
     last = rollback["from_step"]
     assert (rollback["cause"], rollback["step"]) == (cause, 30) and last > 39
@@ -413,8 +404,7 @@ def test_out_of_memory_halves_the_micro_batch_and_changes_nothing_else(
     small = shared_run(batch__micro_batch_size=2)
     caplog.clear()
     lack_memory(error, most=2, spared=spared)
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        folder = run(tiny_run(run__name="halved", batch__micro_batch_size=size))
+    folder = run(tiny_run(run__name="halved", batch__micro_batch_size=size))
     assert hashes(folder) == hashes(small)
     assert losses(folder) == pytest.approx(losses(small), rel=1e-5)
     assert [row["tokens"] for row in rows(folder)] == [256 * step for step in range(1, 7)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from pathlib import Path
 from typing import Any
 
@@ -114,8 +113,7 @@ def test_resume_with_another_micro_batch_size_matches(run, tiny_run, shared_run,
 def test_averages_can_start_at_a_resume(run, tiny_run, copied_run, caplog):
     folder = copied_run(**CONSTANT)
     before = load_file(latest(folder) / "model.safetensors")
-    with caplog.at_level(logging.INFO, "hfgolf"):
-        run(tiny_run(**CONSTANT, train__resume="latest", train__max_steps=7, optim__ema_decay=0.3))
+    run(tiny_run(**CONSTANT, train__resume="latest", train__max_steps=7, optim__ema_decay=0.3))
     assert caplog.messages.count("the checkpoint has no averaged weights; the average starts from its weights") == 1
     after = load_file(latest(folder) / "model.safetensors")
     for name, average in load_file(latest(folder) / "ema.safetensors").items():

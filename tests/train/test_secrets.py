@@ -59,8 +59,7 @@ def test_memorized_secret_is_in_no_file(run, tiny_run, monkeypatch, caplog, tmp_
     token = "ghp_" + "x7" * 18
     monkeypatch.setattr(validation, "generate_text", lambda *arguments, **options: f"password = '{token}'")
     options = {"track__trackers": "[tensorboard]", "hub__push": "false"}
-    with caplog.at_level("INFO", "hfgolf"):
-        folder = run(tiny_run(train__sample_tokens=4, **options))
+    folder = run(tiny_run(train__sample_tokens=4, **options))
     assert "password = '[redacted]'" in (folder / "metrics.jsonl").read_text()
     assert "password = '[redacted]'" in (folder / "summary.json").read_text()
     files = [path for path in tmp_path.rglob("*") if path.is_file()]
