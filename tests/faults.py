@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from accelerate.utils import load
 from safetensors.torch import load_file
@@ -84,6 +85,14 @@ def column(folder: Path, name: str) -> list[Any]:
 
 def losses(folder: Path) -> list[float]:
     return column(folder, "train_losses")
+
+
+def assert_same_course(ours: Path, theirs: Path, of_norms: float = 1e-5) -> None:
+    """Assert that two runs have the same losses, norms and evaluations, up to the order of sums."""
+    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)
+    for name in ("grad_norm", "val_loss", *({"val_loss_ema"} & rows(theirs)[-1].keys())):
+        one, other = ([row[name] for row in rows(folder) if row.get(name)] for folder in (ours, theirs))
+        assert len(one) >= 2 and one == pytest.approx(other, rel=of_norms if name == "grad_norm" else 1e-5), name
 
 
 def valid_steps(checkpoints: Path) -> list[int]:

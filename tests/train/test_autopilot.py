@@ -165,7 +165,6 @@ def test_untimed_steps_follow_from_the_nearest_timed_ones():
     ("epochs", "options", "is_averaged"),
     [
         (3.5, [], True),
-        (25, [], True),
         (2.5, [], False),
         (3.5, ["--optim.ema_decay=0.5"], False),
         (3.5, ["--optim.ema_export=false"], False),

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import column, losses, rows, start_two, train_on_two, valid_steps
+from faults import assert_same_course, column, losses, rows, start_two, train_on_two, valid_steps
 from hub_server import serving, take_for_the_hub
 from safetensors.torch import load, load_file
 from sharded import needs_fsdp2, shard
@@ -33,13 +33,6 @@ OPTIONS = {
     "train__max_grad_norm": 0.5,
     "schedule__name": "constant",
 }
-
-
-def assert_same_course(ours: Path, theirs: Path) -> None:
-    assert losses(ours) == pytest.approx(losses(theirs), rel=1e-5)
-    for name in ("grad_norm", "val_loss", *({"val_loss_ema"} & rows(theirs)[-1].keys())):
-        one, other = ([row[name] for row in rows(folder) if row.get(name)] for folder in (ours, theirs))
-        assert len(one) >= 2 and one == pytest.approx(other, rel=1e-5), name
 
 
 def assert_same_weights(ours: Path, theirs: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from faults import losses, rows, same, train_on_two
+from faults import assert_same_course, losses, rows, same, train_on_two
 from safetensors.torch import load_file
 from tiny_export import exported_weights
 
@@ -184,10 +184,7 @@ def test_two_processes_match_one(shared_run, tiny_run, tmp_path):
     one, two = shared_run(**options), tmp_path / "runs" / "two"
     train_on_two(tiny_run(run__name="two", batch__micro_batch_size=2, **options), tmp_path / "output")
     assert "2 processes" in (tmp_path / "output").read_text()
-    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
-    val_losses = [[row["val_loss"] for row in rows(folder) if row["val_loss"]] for folder in (one, two)]
-    assert val_losses[1] == pytest.approx(val_losses[0], rel=1e-5)
-    assert [row["grad_norm"] for row in rows(two)] == pytest.approx([row["grad_norm"] for row in rows(one)], rel=1e-4)
+    assert_same_course(two, one, of_norms=1e-4)
 
 
 def test_best_checkpoint_is_retained_and_exported(run, tiny_run, validation_losses):
