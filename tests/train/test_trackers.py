@@ -20,6 +20,7 @@ import accelerate
 import numpy as np
 import pytest
 from accelerate.tracking import GeneralTracker
+from faults import lines
 
 import hfgolf
 from hfgolf.hooks import tracker_kinds, trackers
@@ -89,11 +90,6 @@ def read(path: Path) -> Iterator[Any]:
             message = b""
 
 
-def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [line for line in lines if line.get("event") == kind]
-
-
 @pytest.mark.slow
 def test_wandb_gets_the_rows_of_metrics_jsonl_also_after_a_resume(run, tiny_run, monkeypatch, tmp_path):
     options = {"track__trackers": "[wandb]", "track__offline": "true", "schedule__name": "constant"}
@@ -119,7 +115,7 @@ def test_wandb_gets_the_rows_of_metrics_jsonl_also_after_a_resume(run, tiny_run,
         assert sent.items() >= numbers.items() - {("train/step", row["step"])}
     assert [values["step"] for values in history if "train/loss_of_step" in values] == [1, 2, 3, 4, 5, 6]
     assert [values["step"] for values in history if "event/resumed" in values] == [4]
-    samples = [row["text"] for row in events(folder, "sample")]
+    samples = [line["text"] for line in lines(folder) if line.get("event") == "sample"]
     assert len(samples) == 3 == len({values["step"] for values in history if "event/sample" in values})
     assert [values["event/sample"] for values in history if "event/sample" in values] == samples
     artifacts = [record.artifact for record in records if record.WhichOneof("record_type") == "artifact"]
