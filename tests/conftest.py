@@ -308,7 +308,7 @@ def spoil_gradients(edit_run: Callable[[Callable[[Any], None]], None]) -> Callab
 
         def spoil(run: Any) -> None:
             def hook(gradient: Any) -> Any:
-                bad = is_bad(run.state.next_positions(1)[0] // run.config.batch.sequences_per_step)
+                bad = is_bad(run.state.next_position // run.config.batch.sequences_per_step)
                 return gradient * math.nan if bad else gradient
 
             run.raw_model.get_parameter(SPOILED_PARAMETER).register_hook(hook)

@@ -81,9 +81,10 @@ class TrainState:
         self.tokens += batch.tokens_per_step
         self.blocks += batch.sequences_per_step
 
-    def next_positions(self, count: int) -> np.ndarray:
-        """Return the positions of the next `count` blocks of the data, (count,) int64."""
-        return stream_positions(self.blocks, count, self.excluded_blocks)
+    @property
+    def next_position(self) -> int:
+        """Return the position of the next block of the data; excluded blocks count."""
+        return int(stream_positions(self.blocks, 1, self.excluded_blocks)[0])
 
     def begin_data(self) -> None:
         """Reset the data position, the losses and the bad steps, which belong to the previous data."""

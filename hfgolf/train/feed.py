@@ -73,7 +73,7 @@ def blocks_per_epoch(run: Run) -> int:
 
 def epoch(run: Run) -> float:
     """Return the epochs read so far, as a fraction; excluded blocks count as read."""
-    return int(run.state.next_positions(1)[0]) / blocks_per_epoch(run)
+    return run.state.next_position / blocks_per_epoch(run)
 
 
 def read_of_each(run: Run, steps: float | None = None) -> dict[str, tuple[int, float]]:
