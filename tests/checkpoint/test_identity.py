@@ -68,7 +68,7 @@ def test_a_checkpoint_with_the_keys_of_earlier_versions_knows_its_run(tmp_path, 
 
 
 @pytest.mark.parametrize("key", GONE)
-def test_a_resume_is_refused_if_a_key_that_is_gone_had_an_effect(tmp_path, key):
+def test_a_resume_is_refused_if_a_key_that_is_gone_had_an_effect(key):
     before = RunConfig().flat() | {key: "other"}
     resolved = ResolvedConfig.from_code(RunConfig(run=RunSection(name="x")))
     if rule(key) is Change.FREE:

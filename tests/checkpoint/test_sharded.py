@@ -107,7 +107,7 @@ def test_weights_are_written_with_the_bytes_of_safetensors(mesh, tmp_path):
 
 
 @pytest.mark.parametrize("is_writing", [True, False])
-def test_each_process_gathers_every_tensor_even_if_the_disk_is_full(tmp_path, monkeypatch, is_writing):
+def test_each_process_gathers_every_tensor_even_if_the_disk_is_full(monkeypatch, is_writing):
     """Otherwise the others would wait for it forever."""
     gathered = []
     monkeypatch.setattr("hfgolf.checkpoint.sharded.full_tensor", lambda tensor: gathered.append(tensor.shape) or tensor)

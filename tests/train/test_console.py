@@ -66,7 +66,7 @@ def test_output_to_a_full_disk_is_one_line(buffering, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="only Linux has /dev/full")
-def test_error_after_output_to_a_full_disk_keeps_its_status(tmp_path):
+def test_error_after_output_to_a_full_disk_keeps_its_status():
     program = (
         "from hfgolf.system.command import run_command\nfrom hfgolf.system.errors import UserError\n"
         "def main():\n    print('a line of a report')\n    raise UserError('what; what to do.')\nrun_command(main)"

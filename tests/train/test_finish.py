@@ -255,7 +255,7 @@ def full_disk(*arguments: Any, **options: Any) -> None:
         ("none", "no checkpoint could be written either, so the weights are lost; free disk space and train again."),
     ],
 )
-def test_checkpoint_advice_reflects_the_disk(run, tiny_run, monkeypatch, tmp_path, caplog, saved, advice):
+def test_checkpoint_advice_reflects_the_disk(run, tiny_run, monkeypatch, caplog, saved, advice):
     def fill(run_: Any) -> None:
         monkeypatch.setattr(contents, "write_file", full_disk)
 

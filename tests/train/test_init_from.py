@@ -306,7 +306,7 @@ def test_a_native_model_that_was_trained_since_starts_as_what_it_is_now(run, cop
 
 
 @pytest.mark.slow
-def test_a_run_its_model_and_its_checkpoint_are_weights(run, tiny_run, from_weights, tmp_path):
+def test_a_run_its_model_and_its_checkpoint_are_weights(run, tiny_run, from_weights):
     before = run(tiny_run(run__name="before", train__max_steps=3))
     run_first = run(from_weights(before, run__name="a", train__max_steps=1))
     run_second = run(from_weights(before / "checkpoints" / "step-000003", run__name="b", train__max_steps=1))

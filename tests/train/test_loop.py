@@ -34,7 +34,7 @@ def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return load_file(checkpoint / "model.safetensors")
 
 
-def test_run_writes_all_documented_files(run, tiny_run, capsys):
+def test_run_writes_all_documented_files(run, tiny_run):
     folder = run(
         tiny_run(train__max_steps=60, train__eval_every_steps=30, train__log_every_steps=7, train__save_every_steps=25)
     )

@@ -163,7 +163,7 @@ def test_words_count_in_a_run_on_all_of_its_texts(run, tiny_run, corpus_file, ca
 
 
 @pytest.mark.slow
-def test_words_of_a_text_that_was_replaced_count_on(run, tiny_run, corpus_file, tmp_path, caplog):
+def test_words_of_a_text_that_was_replaced_count_on(run, tiny_run, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text("a b c d " * 3000)  # a word in two bytes
     of_text = {"train__milestones": "[100 words, 600 words]", "train__max_steps": 3}

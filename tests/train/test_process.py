@@ -33,7 +33,6 @@ from hfgolf.train import compilation, decisions, launched, process, setup
 from hfgolf.train.announce import announce_device
 from hfgolf.train.compilation import compile_in_place, should_compile
 
-ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 
 
@@ -162,7 +161,7 @@ def test_fp32_does_not_use_tf32(tiny_run):
     assert torch.get_float32_matmul_precision() == "highest" and not torch.backends.cuda.matmul.allow_tf32
 
 
-def test_compiles_only_if_it_saves_time(monkeypatch):
+def test_compiles_only_if_it_saves_time():
     assert should_compile(CPU, "no", 6000.0)[0]
     assert not should_compile(CPU, "no", 100.0)[0]
     assert should_compile(CPU, "bf16", 124.0)[0]  # of which it saves 31

@@ -26,7 +26,6 @@ from hfgolf.system.errors import UserError
 from hfgolf.train import claim, compilation, decisions, loop, process, setup
 
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
-ROOT = Path(__file__).parents[2]
 SAME = {"batch__micro_batch_size": 4, "train__max_steps": 2}
 
 

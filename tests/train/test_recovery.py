@@ -31,7 +31,6 @@ from hfgolf.train.recovery import judge
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 # except at the end; an evaluation would save a checkpoint if it was the best
 NO_EVALUATION = {"train__eval_every_steps": 100}
 BAD = "model.layers.0.mlp.up_proj.weight"  # what conftest.py spoils

@@ -18,7 +18,6 @@ from hfgolf.train import loop
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 TIMINGS = {
     *(f"seconds_{kind}" for kind in KINDS),
     "elapsed_seconds",

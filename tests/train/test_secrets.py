@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -13,7 +12,6 @@ from hfgolf.train import validation
 
 pytestmark = pytest.mark.slow
 
-ROOT = Path(__file__).parents[2]
 SECRETS = {
     "HF_TOKEN": "hf_abcdefghijklmnopqrstuvwx123456",
     "WANDB_API_KEY": "0123456789abcdef0123456789abcdef01234567",
