@@ -17,7 +17,6 @@ import pytest
 import torch
 from faults import assert_same_course, losses, rows, same, train_on_two
 from safetensors.torch import load_file
-from tiny_export import exported_weights
 
 import hfgolf
 from hfgolf.config.parse import load_config
@@ -185,22 +184,6 @@ def test_two_processes_match_one(shared_run, tiny_run, tmp_path):
     train_on_two(tiny_run(run__name="two", batch__micro_batch_size=2, **options), tmp_path / "output")
     assert "2 processes" in (tmp_path / "output").read_text()
     assert_same_course(two, one, of_norms=1e-4)
-
-
-def test_best_checkpoint_is_retained_and_exported(run, tiny_run, validation_losses):
-    """Validation gets worse after step 4: `best` stays, retention deletes others, and step 4 is exported."""
-    validation_losses([2.5, 2.0, 2.5])
-    folder = run(
-        tiny_run(train__max_steps=14, train__eval_every_steps=2, train__save_every_steps=2, train__keep_last=2)
-    )
-    checkpoints = folder / "checkpoints"
-    assert (checkpoints / "best").resolve().name == "step-000004"
-    assert (checkpoints / "latest").resolve().name == "step-000014"
-    assert sorted(path.name for path in checkpoints.glob("step-*")) == ["step-000004", "step-000012", "step-000014"]
-    assert json.loads((folder / "summary.json").read_text())["step"] == 4
-    exported = exported_weights(folder / "model")
-    best = weights(checkpoints / "best")
-    assert all(torch.equal(exported[name], best[name]) for name in best)
 
 
 @pytest.mark.parametrize("ema", [{}, {"optim__ema_decay": 0.9, "optim__ema_export": "true"}])
