@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 _OF_THE_RUN = {"dropout", "attention_dropout"}  # of the model's fields, those that every run chooses for itself
 _OF_THE_WEIGHTS = [key for key in ModelSection.model_fields if key in MODEL_FIELDS and key not in _OF_THE_RUN]
-_INITIAL = "initializer_range"  # trained weights have forgotten it
+_NO_OVERRIDES = {*_OF_THE_WEIGHTS, *_OF_THE_RUN, "initializer_range"}  # trained weights have forgotten the last
 FROZEN = "frozen.json"  # beside weights: the names of the parameters that are not trained
 _REAL_IDS = 256  # of the run's text, on which a converted model is compared with the original
 
@@ -85,10 +85,8 @@ def take_architecture(resolved: ResolvedConfig) -> ResolvedConfig:
             " these keys out, and the weights decide."
         )
     values = {f"model__{key}": getattr(shape, key) for key in _OF_THE_WEIGHTS if key not in stated}
-    others = {key: getattr(shape, key) for key in MODEL_FIELDS.keys() - set(_OF_THE_WEIGHTS) - _OF_THE_RUN - {_INITIAL}}
-    values["model__overrides"] = {
-        key: others[key] for key in MODEL_FIELDS if key in others and others[key] != MODEL_FIELDS[key]
-    }
+    others = {key: getattr(shape, key) for key in MODEL_FIELDS if key not in _NO_OVERRIDES}
+    values["model__overrides"] = {key: value for key, value in others.items() if value != MODEL_FIELDS[key]}
     if shape.position_embedding == "learned":
         positions = shape.max_position_embeddings
         resolved = _within(resolved, positions)
