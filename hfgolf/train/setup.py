@@ -361,7 +361,8 @@ def _start(run: Run, origin: _Origin | None, signals: Signals) -> None:
         write_description(run)
     announce_mixture(run)
     logger.info("%s", labeled("evaluate", describe_validation(run)))
-    logger.debug("attention: %s", describe_attention(run.raw_model, accelerator, config.batch.sequence_length))
+    if any(gather(logger.isEnabledFor(logging.DEBUG))):  # the first shows it, and all make the pass
+        logger.debug("attention: %s", describe_attention(run.raw_model, accelerator, config.batch.sequence_length))
     gather(None)  # as before `prepare`
     warm_up(run)
     if accelerator.device.type == "cpu":
