@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hfgolf.config.sections import DataSection
+from hfgolf.data.corpus import load_corpus
 
 
 @pytest.fixture
@@ -38,3 +40,14 @@ def files_config(tmp_path: Path) -> Callable[..., DataSection]:
         return DataSection(source="files", files=list(files), **settings)
 
     return build
+
+
+@pytest.fixture
+def contents(files_config, tmp_path: Path) -> Callable[..., list[Any]]:
+    """Return a function that returns the documents in files, however they are divided: text, token ids or messages."""
+
+    def read(*files: str, **settings: object) -> list[Any]:
+        found = [content for _, _, content in load_corpus(files_config(*files, **settings))._documents(tmp_path)]
+        return [content if isinstance(content, list) else "".join(content) for content in found]
+
+    return read

@@ -183,6 +183,8 @@ def test_a_special_token_of_one_character_counts_as_its_text():
 
 ASKED = [message("system", "Be brief."), message("user", "Add 3 to 4.\n\nAt once."), message("assistant", "7")]
 PLAIN = {"system": "Be brief.", "prompt": "Add 3 to 4.\n\nAt once.", "completion": "7"}
+ANSWERED = [message("user", "a\n\nb"), message("assistant", "c")]
+PAST = [message("user", "a"), message("assistant", "b") | {"weight": 0}]
 INSTRUCTION = {"instruction": "Add 3 to 4.", "input": "At once.", "output": "7", "history": None}
 
 
@@ -192,12 +194,8 @@ INSTRUCTION = {"instruction": "Add 3 to 4.", "input": "At once.", "output": "7",
         (PLAIN, "completion", ASKED),
         (INSTRUCTION, "output", ASKED[1:]),
         (INSTRUCTION | {"input": ""}, "output", [message("user", "Add 3 to 4."), ASKED[2]]),
-        ({"id": "x", "question": "a", "answer": "b"}, "answer", [message("user", "a"), message("assistant", "b")]),
-        (
-            {"context": "b", "instruction": "a", "response": "c"},
-            "response",
-            [message("user", "a\n\nb"), message("assistant", "c")],
-        ),
+        ({"id": "x", "question": "a\n\nb", "answer": "c"}, "answer", ANSWERED),
+        ({"context": "b", "instruction": "a", "response": "c"}, "response", ANSWERED),
         ({"prompt": ASKED[:2], "completion": ASKED[2:]}, "completion", ASKED),
         ({"prompt": ASKED[:2], "completion": "7"}, "completion", ASKED),
         ({"prompt": "not of them", "completion": ASKED}, "completion", ASKED),
@@ -207,34 +205,17 @@ INSTRUCTION = {"instruction": "Add 3 to 4.", "input": "At once.", "output": "7",
         ({"messages": ASKED, "system": "Be brief."}, "messages", ASKED),
         ({"messages": ASKED[1:], "system": None}, "messages", ASKED[1:]),
         ({"prompt": "not of them", "completion": ASKED[1:], "system": "Be brief."}, "completion", ASKED),
+        ({"system_prompt": "Be brief.", "question": "a\n\nb", "response": "c"}, "response", [ASKED[0], *ANSWERED]),
+        ({"question": "a", "context": "b", "answer": "c"}, "answer", ANSWERED),
+        (INSTRUCTION | {"history": [["a", "b"]]}, "output", [*PAST, *ASKED[1:]]),
         (
-            {"system_prompt": "Be brief.", "question": "Add 3 to 4.", "response": "7"},
-            "response",
-            [ASKED[0], message("user", "Add 3 to 4."), ASKED[2]],
-        ),
-        (
-            {"question": "a", "context": "b", "answer": "c"},
-            "answer",
-            [message("user", "a\n\nb"), message("assistant", "c")],
-        ),
-        (
-            INSTRUCTION | {"history": [["a", "b"]], "input": ""},
-            "output",
-            [message("user", "a"), message("assistant", "b") | {"weight": 0}, message("user", "Add 3 to 4."), ASKED[2]],
-        ),
-        (
-            {"prompt": [message("user", "a"), message("assistant", "b"), message("user", "c")], "completion": "d"},
+            {"prompt": [PAST[0], message("assistant", "b"), ASKED[1]], "completion": "7"},
             "completion",
-            [
-                message("user", "a"),
-                message("assistant", "b") | {"weight": 0},
-                message("user", "c"),
-                message("assistant", "d"),
-            ],
+            [*PAST, *ASKED[1:]],
         ),
     ],
 )
-def test_columns_before_an_answer_are_its_prompt(tmp_path, row, column, read):
+def test_columns_before_an_answer_are_its_prompt(tmp_path, contents, row, column, read):
     """TRL's prompt and completion, Alpaca's instruction, input and output, and the like: text or messages."""
     table = Dataset.from_list([row] * 2)
     table.save_to_disk(tmp_path / "a.arrow")
@@ -244,8 +225,7 @@ def test_columns_before_an_answer_are_its_prompt(tmp_path, row, column, read):
         table.to_csv(tmp_path / "a.csv")
     for path in tmp_path.glob("a.*"):
         found = str(path) if path.is_dir() else f"{path}*"  # a file without a conversation must not be named itself
-        data = DataSection(source="files", files=[found], messages_column=column, cache_dir=str(tmp_path))
-        assert [content for _, _, content in load_corpus(data)._documents(tmp_path)] == ([read] * 2 if read else [])
+        assert contents(found, messages_column=column) == ([read] * 2 if read else [])
 
 
 @pytest.mark.parametrize(
@@ -257,17 +237,17 @@ def test_columns_before_an_answer_are_its_prompt(tmp_path, row, column, read):
         ({"prompt": [{"text": "a"}], "completion": "b"}, "has message 0 without a role"),
         ({"system": "Be kind.", "completion": ASKED}, "begins with a message of the system, and a column of the row"),
         ({"system": "Be kind.", "query": "a", "completion": "b"}, "holds text, not a list of messages, and no row has"),
-        (
-            {"completion": "b"},
-            "holds text, not a list of messages, and no row has its prompt in prompt; name",
+        ({"completion": "b"}, "holds text, not a list of messages, and no row has its prompt in prompt; name"),
+        *(
+            ({"history": history, "output": "b"}, "needs pairs of a question and its answer in column 'history'")
+            for history in ("[['a', 'b']]", [["a"]], [{"role": "user", "content": "a"}])
         ),
     ],
 )
-def test_prompt_that_is_none_is_one_line(tmp_path, row, problem):
-    (tmp_path / "a.jsonl").write_text(json.dumps(row))
-    data = DataSection(source="files", files=[str(tmp_path / "a.jsonl")], messages_column="completion")
-    with pytest.raises(UserError, match=r"a\.jsonl, row 0 \(line 1\): 'completion' ") as caught:
-        [*load_corpus(data.replace(cache_dir=str(tmp_path)))._documents(tmp_path)]
+def test_prompt_that_is_none_is_one_line(write, contents, row, problem):
+    column = [*row][-1]
+    with pytest.raises(UserError, match=rf"a\.jsonl, row 0 \(line 1\): '{column}' ") as caught:
+        contents(write("a.jsonl", json.dumps(row)), messages_column=column)
     assert problem in str(caught.value) and "\n" not in str(caught.value)
 
 
@@ -281,21 +261,9 @@ def test_columns_beside_a_conversation_that_are_not_read_are_told(tmp_path, capl
     ]
 
 
-@pytest.mark.parametrize("history", ["[['a', 'b']]", [["a"]], [{"role": "user", "content": "a"}]])
-def test_history_that_is_no_pairs_is_one_line(tmp_path, history):
-    (tmp_path / "a.jsonl").write_text(json.dumps(INSTRUCTION | {"history": history}))
-    data = section([str(tmp_path / "a.jsonl")], tmp_path).replace(messages_column="output")
-    with pytest.raises(
-        UserError, match=r"row 0 \(line 1\): 'output' needs pairs of a question and its answer in column"
-    ):
-        [*load_corpus(data)._documents(tmp_path)]
-
-
-def test_row_without_the_column_of_the_prompt_is_like_one_with_null(tmp_path):
+def test_row_without_the_column_of_the_prompt_is_like_one_with_null(write, contents):
     rows = [{"completion": "a"}, {"prompt": "b", "completion": "c"}, {"completion": "d"}, {"prompt": "e"}]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    data = DataSection(source="files", files=[str(tmp_path / "a.jsonl")], messages_column="completion")
-    found = [content for _, _, content in load_corpus(data.replace(cache_dir=str(tmp_path)))._documents(tmp_path)]
+    found = contents(write("a.jsonl", "\n".join(map(json.dumps, rows))), messages_column="completion")
     asked = [message("user", "b"), message("assistant", "c")]
     assert found == [[message("assistant", "a")], asked, [message("assistant", "d")]]
 
@@ -437,10 +405,7 @@ def test_conversations_without_an_answer_are_skipped_and_said(tmp_path, caplog):
         (["Hello"], "holds str as message 0, not role and content"),
         ([{"content": "a"}], "has message 0 without a role (or from)"),
         ([message("user", "a"), {"role": "assistant"}], "has NoneType as content of message 1, not text"),
-        (
-            [message("user", "a"), {"role": "assistant", "content": [{"text": "b"}]}],
-            "has a part of type None in message",
-        ),
+        ([{"role": "assistant", "content": [{"text": "b"}]}], "has a part of type None in message 0; only text"),
         ([{"role": "user", "content": [{"type": "image_url"}]}], "has a part of type 'image_url' in message 0; only"),
         ([{"role": "user", "content": ["a"]}], "has a part of type 'str' in message 0; only text can be trained on"),
         ([{"from": "human", "value": 3}], "has int as value of message 0, not text"),

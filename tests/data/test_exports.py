@@ -6,10 +6,7 @@ import json
 from typing import Any
 
 import pytest
-from test_corpus import fails
 
-from hfgolf.config.sections import DataSection
-from hfgolf.data.corpus import load_corpus
 from hfgolf.system.errors import UserError
 
 TELEGRAM: dict[str, Any] = {
@@ -56,11 +53,10 @@ METAS = {
 }
 
 
-def documents(value: object, tmp_path, **settings: str) -> list[Any]:
-    (tmp_path / "a.json").write_text(json.dumps(value, indent=1))
-    data = DataSection(source="files", files=[str(tmp_path / "a.json")], cache_dir=str(tmp_path), **settings)
-    contents = [content for _, _, content in load_corpus(data)._documents(tmp_path)]
-    return contents if settings.get("messages_column") else ["".join(content) for content in contents]
+@pytest.fixture
+def documents(write, contents):
+    """Return a function that returns the documents in what an app exports."""
+    return lambda value, **settings: contents(write("a.json", json.dumps(value, indent=1)), **settings)
 
 
 @pytest.mark.parametrize(
@@ -74,20 +70,20 @@ def documents(value: object, tmp_path, **settings: str) -> list[Any]:
         (METAS, ["Ada: Hi\nJosé: 😀 you?"]),
     ],
 )
-def test_chat_of_an_export_is_one_document_with_its_speakers(tmp_path, export, texts):
-    assert documents(export, tmp_path) == texts
+def test_chat_of_an_export_is_one_document_with_its_speakers(documents, export, texts):
+    assert documents(export) == texts
 
 
-def test_only_what_an_app_writes_is_its_export(tmp_path):
+def test_only_what_an_app_writes_is_its_export(documents):
     rows = [message | {"id": str(message["id"]), "text": "one"} for message in TELEGRAM["messages"]]
-    assert documents({"messages": rows}, tmp_path) == ["one"] * 4
-    assert documents(DISCORD, tmp_path, text_column="content") == ["one", "Joined.", "two"]
+    assert documents({"messages": rows}) == ["one"] * 4
+    assert documents(DISCORD, text_column="content") == ["one", "Joined.", "two"]
 
 
-def test_characters_of_messenger_are_mended_only_if_all_of_them_are_bytes(tmp_path):
-    assert documents(METAS, tmp_path, text_column="content") == ["😀 you?", "Hi"]
-    assert documents(METAS | {"title": "José"}, tmp_path, text_column="content") == ["ð\x9f\x98\x80 you?", "Hi"]
-    assert documents({"messages": METAS["messages"]}, tmp_path, text_column="content")[1] == "Hi"
+def test_characters_of_messenger_are_mended_only_if_all_of_them_are_bytes(documents):
+    assert documents(METAS, text_column="content") == ["😀 you?", "Hi"]
+    assert documents(METAS | {"title": "José"}, text_column="content") == ["ð\x9f\x98\x80 you?", "Hi"]
+    assert documents({"messages": METAS["messages"]}, text_column="content")[1] == "Hi"
 
 
 def node(parent: str | None, role: str = "", *parts: object, **changes: object) -> dict[str, object]:
@@ -109,31 +105,22 @@ MAPPING = {
 }
 
 
-def test_messages_of_chatgpt_are_the_branch_that_it_shows(tmp_path):
-    export = [{"title": "a", "mapping": MAPPING, "current_node": "second"}]
+def test_messages_of_chatgpt_are_the_branch_that_it_shows(documents):
     asked = {"role": "user", "content": "How many?"}
-    assert documents(export, tmp_path, messages_column="mapping") == [
-        [asked, {"role": "assistant", "content": "I count.\n\nThree."}]
-    ]
-    export[0]["current_node"] = "older"
-    assert documents(export, tmp_path, messages_column="mapping") == [[asked, {"role": "assistant", "content": "Two."}]]
+    for node_, answer in (("second", "I count.\n\nThree."), ("older", "Two.")):
+        export = [{"title": "a", "mapping": MAPPING, "current_node": node_}]
+        assert documents(export, messages_column="mapping") == [[asked, {"role": "assistant", "content": answer}]]
     picture = node("second", "user", {"asset_pointer": "a"}, content={"content_type": "multimodal_text", "parts": []})
     export = [{"mapping": MAPPING | {"picture": picture}, "current_node": "picture"}]
     with pytest.raises(UserError, match="no row with a list of messages in column 'mapping'"):
-        documents(export, tmp_path, messages_column="mapping")
-
-
-def test_export_of_chatgpt_says_which_key_it_needs(tmp_path):
-    (tmp_path / "a.json").write_text(json.dumps([{"title": "a", "mapping": MAPPING, "current_node": "second"}]))
-    data = DataSection(source="files", files=[str(tmp_path / "a.json")], cache_dir=str(tmp_path))
-    assert "; or data.messages_column to mapping." in fails(data, tmp_path)
+        documents(export, messages_column="mapping")
+    with pytest.raises(UserError, match=r"; or data\.messages_column to mapping\."):
+        documents(export)
 
 
 @pytest.mark.parametrize("last", ["lost", "a", 7])
-def test_tree_that_is_not_chatgpts_is_one_line(tmp_path, last):
+def test_tree_that_is_not_chatgpts_is_one_line(documents, last):
     circle = {"a": node("b", "user", "one"), "b": node("a", "assistant", "two")}
-    (tmp_path / "a.json").write_text(json.dumps([{"mapping": circle, "current_node": last}]))
-    data = DataSection(source="files", files=[str(tmp_path / "a.json")], cache_dir=str(tmp_path))
-    problem = fails(data.replace(messages_column="mapping"), tmp_path)
-    assert problem.endswith("row 0 (line 1): 'mapping' does not lead from current_node to a first message, as in"
-                            " ChatGPT's export.")  # fmt: skip
+    line = r"row 0 \(line 2\): 'mapping' does not lead from current_node to a first message, as in ChatGPT's export\.$"
+    with pytest.raises(UserError, match=line):
+        documents([{"mapping": circle, "current_node": last}], messages_column="mapping")

@@ -18,7 +18,6 @@ import pytest
 import torch
 
 import hfgolf.data.documents as documents_module
-from hfgolf.config.sections import DataSection
 from hfgolf.data.corpus import load_corpus
 from hfgolf.system.errors import UserError
 
@@ -26,26 +25,16 @@ DEEP = "[" * 100_000 + "]" * 100_000
 
 
 @pytest.fixture
-def read(tmp_path):
+def read(write, contents):
     """Return a function that writes a file and returns the content of its rows, or the line that refuses it."""
-    (tmp_path / "val.txt").write_text("validation")
 
     def read_rows(name: str, content: bytes | str, **settings: Any) -> Any:
-        path = tmp_path / name
-        path.write_bytes(content if isinstance(content, bytes) else content.encode("utf-8", "surrogatepass"))
-        data = DataSection(
-            source="files",
-            files=[str(path)],
-            val_files=[str(tmp_path / "val.txt")],
-            cache_dir=str(tmp_path / "cache"),
-            **settings,
-        )
+        path = write(name, content)
         try:
-            contents = [content for name, _, content in load_corpus(data)._documents(tmp_path) if name != "val.txt"]
-            return [content if isinstance(content, list) else "".join(content) for content in contents]
+            return contents(path, **settings)
         except UserError as error:
             assert "\n" not in str(error)
-            return str(error).replace(f"{path}", name)
+            return str(error).replace(path, name)
 
     return read_rows
 
@@ -53,11 +42,7 @@ def read(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "texts"),
     [
-        (
-            "a.csv",
-            "text,n\n007,1\nTrue,2\n1.50,3\nNA,4\nnull,5\n,6\n1e3,7\n",
-            ["007", "True", "1.50", "NA", "null", "1e3"],
-        ),
+        ("a.csv", "text,n\n007,1\nTrue,2\n1.50,3\nNA,4\nnull,5\n,6\n", ["007", "True", "1.50", "NA", "null"]),
         ("a.csv", 'n,text\r\n1,"a, ""b""\r\nc"\r\n\r\n2,d e\r\n', ['a, "b"\r\nc', "d e"]),
         ("a.csv", "text,label,\nfirst,pos,\nsecond,neg,\n", ["first", "second"]),
         ("a.csv", "text\n5' 10\" tall\nlast", ["5' 10\" tall", "last"]),
@@ -99,41 +84,21 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.csv", "text\nfirst,\n", "row 0 (line 2) has 2 fields, but the header has 1"),
         ("t.csv", 'text,label\n"Hello, she said,pos\n"next",neg\n', "row 0 (line 2) cannot be read: something follows"),
         ("t.csv", 'text,label\nok,pos\n"open,pos\nnext,neg\n', "row 1 (line 3) cannot be read: a double quote opens"),
-        (
-            "t.csv",
-            "text;label\na;pos\nb;c;neg\n",
-            "row 1 (line 3) has 3 fields, but the header has 2; put a field that",
-        ),
+        ("t.csv", "text;label\na;pos\nb;c;neg\n", "row 1 (line 3) has 3 fields, but the header has 2; put a field"),
         ("t.csv", 'text\tlabel\n"a" b\tpos\n', "something follows a closing double quote"),
-        (
-            "t.csv",
-            "body;n\na;b\n",
-            "its first line holds body, n. If that is the header, set data.text_column to one of",
-        ),
+        ("t.csv", "body;n\na;b\n", "its first line holds body, n. If that is the header, set data.text_column to one"),
         ("t.csv", "Once upon a time,pos\nThere was,neg\n", "no header, set it to the column's number, from 0."),
         ("t.csv", f"{'long ' * 999},b\n", "its first line holds 'long long l"),
         ("t.csv", f"b,{'long ' * 99}\nb,{'long ' * 99}\n", "number, from 0, as in --data.text_column 1."),
-        (
-            "t.csv",
-            "id, text\n1, hello\n",
-            "one of them, as in --data.text_column ' text'; if there is no header, set it",
-        ),
+        ("t.csv", "id, text\n1, hello\n", "one of them, as in --data.text_column ' text'; if there is no header, set"),
         ("t.csv", "Text,other\na,a long one\n", "one of them, as in --data.text_column Text; if there is no header"),
         ("t.csv", "Review text,b\na long review,b\n", "one of them, as in --data.text_column 'Review text'; if there"),
-        (
-            "t.csv",
-            "instruction,output\na,b\n",
-            "to one of them, as in --data.text_column instruction; or data.messages_column to output; if there is no",
-        ),
+        ("t.csv", "instruction,output\na,b\n", "data.text_column instruction; or data.messages_column to output; if"),
         ("t.csv", "text,label,text\na,b,c\n", "has two columns 'text'"),
         ("t.csv", "text,label\ra,pos\rb,neg\r", "the header cannot be read: no line feed follows a carriage return"),
         ("t.csv", "text,label\nna\u00efve,b\n".encode("latin-1"), "(byte 13: invalid continuation byte)"),
         ("t.tsv", "text\tlabel\na\tb\tc\n", "row 0 (line 2) has 3 fields, but the header has 2"),
-        (
-            "t.tsv",
-            "text,label\na,b\n",
-            "has one column here, text,label; divide it with commas in .csv, with tabs in",
-        ),
+        ("t.tsv", "text,label\na,b\n", "has one column here, text,label; divide it with commas in .csv, with tabs in"),
         ("t.csv", "id|text\n1|a, b\n", "has one column here, id|text; divide it with commas"),
         ("t.tsv", 'n\ttext\n1\ta\n2\t"say ""b"""\n', "row 1 (line 3) is in double quotes as in CSV, which would be"),
         ("t.tsv", '"n"\t"text"\n"1"\t"a"\n', "the header is in double quotes as in CSV, which would be text here"),
@@ -154,25 +119,13 @@ def test_texts_are_read_as_they_are_written(read, name, content, texts):
         ("t.json", '[{"text": "a"}]\n[', "row 1 (line 2) cannot be read: something follows the array"),
         ("t.json", " [ ] ", "has no row with text in column 'text'; remove it or add rows."),
         ("t.json", '["a", "b"]', """it is 'a', not an object with columns; write each text as {"text": "..."}."""),
-        (
-            "t.json",
-            '{"text": {"0": "a", "1": "b"}}',
-            "a dict of 0, 1, not text; write each row as an object, as pandas",
-        ),
+        ("t.json", '{"text": {"0": "a", "1": "b"}}', "a dict of 0, 1, not text; write each row as an object, as"),
         ("t.json", '{"x": 1}\n' * 20_000 + '{"text": "a"}', "has no column 'text'; set data.text_column to one of: x."),
         ("t.jsonl", '{"text": [{"role": "user"}]}\n', "'text' holds a list, not text; name a column of conversations"),
         ("t.jsonl", '{"text": [1, 2]}\n', "'text' holds a list, not text; name a column of token ids by"),
         ("t.jsonl", '{"messages": [{"role": "user"}]}\n', "'text'; set data.messages_column to messages."),
-        (
-            "t.json",
-            '[{"input_ids": [1], "n": 1}]',
-            "set data.text_column to one of: n; or data.ids_column to input_ids.",
-        ),
-        (
-            "channels.json",
-            '[{"id": "C1", "members": []}]',
-            "it is the list of a Slack export, not its messages; unpack",
-        ),
+        ("t.json", '[{"input_ids": [1], "n": 1}]', "data.text_column to one of: n; or data.ids_column to input_ids."),
+        ("channels.json", '[{"id": "C1", "members": []}]', "it is the list of a Slack export, not its messages;"),
     ],
 )
 def test_what_is_not_in_the_dialect_is_refused_with_its_row(read, name, content, problem):
@@ -190,12 +143,7 @@ def test_what_is_not_in_the_dialect_is_refused_with_its_row(read, name, content,
         ("a.csv", "0,1\none,pos\n", "0", ["one"]),
         ("a.csv", "year,2024\n1,one\n", "2024", ["one"]),
         ("a.csv", "1,one\n0,two\n", "1", "so data.text_column 1 may be the name or the place of a column; give the"),
-        (
-            "a.csv",
-            "1;one, two\n0;three\n",
-            "1",
-            "has '1' in its first line (1, one, two), so data.text_column 1 may be",
-        ),
+        ("a.csv", "1;one, two\n0;three\n", "1", "has '1' in its first line (1, one, two), so data.text_column 1 may"),
         ("a.tsv", "one\t0\ntwo\t1\n", "0", "so data.text_column 0 may be the name or the place of a column"),
         ("a.csv", "one,pos\n", "2", "its first line holds one, pos."),
         ("a.csv", "one, two;pos\n", "0", "does not tell what separates its fields, of commas and semicolons; give it"),
@@ -251,21 +199,17 @@ def parquet(table: pa.Table) -> bytes:
 
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "feather"])
-@pytest.mark.parametrize(
-    "type_", [pa.string(), pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
-)
+@pytest.mark.parametrize("type_", ["string", "large_string", "string_view", pa.dictionary(pa.int32(), pa.string())])
 def test_binary_tables(read, kind, type_):
     texts = [None if number % 7 == 0 else f"document {number} é" for number in range(999)]
-    if type_ == pa.string_view() and kind == "parquet":
-        type_ = pa.string()
-    column = pa.array(texts, pa.string()).cast(type_)
-    table = pa.table(
-        {"n": pa.array([b"\xff"] * 999), "text": column, "t": pa.array(range(999), pa.timestamp("s", "UTC"))}
-    )
+    if type_ == "string_view" and kind == "parquet":
+        type_ = "string"
+    others = {"n": pa.array([b"\xff"] * 999), "t": pa.array(range(999), pa.timestamp("s", "UTC"))}
+    table = pa.table(others | {"text": pa.array(texts, pa.string()).cast(type_)})
     content = parquet(table) if kind == "parquet" else arrow(table, kind == "feather")
     expected = [text for text in texts if text]
     assert read(f"rows.{kind}", content) == expected == read(f"rows.{kind}.gz", gzip.compress(content))
-    assert "to one of: n, text, t" in read(f"rows.{kind}", content, text_column="body")
+    assert "to one of: n, t, text" in read(f"rows.{kind}", content, text_column="body")
     assert f"rows.{kind}, row 0: 'n' holds bytes, not text" in read(f"rows.{kind}", content, text_column="n")
     for end in (100, len(content) // 2, len(content) - 8):
         damaged = read(f"rows.{kind}", content[:end])
@@ -324,14 +268,8 @@ def test_tensors_in_a_zip_archive_are_not_called_an_archive_of_text(read, tmp_pa
 @pytest.mark.parametrize(
     ("content", "advice"),
     [
-        (
-            ("Caf\u00e9 cr\u00e8me, " * 9).encode("latin-1"),
-            "it is probably Latin-1, with words such as 'Café'; set data.encoding latin-1.",
-        ),
-        (
-            ("\u201cquoted\u201d text " * 9).encode("cp1252"),
-            "with words such as '“quoted”'; set data.encoding windows-1252.",
-        ),
+        ("Café crème, ".encode("latin-1") * 9, "Latin-1, with words such as 'Café'; set data.encoding latin-1."),
+        ("“quoted” text ".encode("cp1252") * 9, "words such as '“quoted”'; set data.encoding windows-1252."),
         (b"one\xa0hundred and one " * 9, "with words such as 'one\\xa0hundred'; set data.encoding latin-1."),
         ("привет мир".encode("koi8-r"), "find its encoding"),
         ("Grüße aus Köln".encode("cp850"), "find its encoding, such as cp850"),
@@ -383,17 +321,9 @@ def test_text_is_read_by_its_mark_as_utf_8_or_in_the_named_encoding(read, monkey
     [
         (b"\x89PNG\r\n\x1a\n\0\0", "latin-1", "is a picture"),
         (b"caf\xe9 \0\1\2", "latin-1", "has a zero byte, so it is not text in latin-1"),
-        (
-            b"caf\xe9 \x81",
-            "windows-1252",
-            "is not windows-1252 (byte 5: character maps to <undefined>); restore it, or",
-        ),
-        (b"a" * 9 + "我".encode() * 9 + b"\xff", None, "most of it is UTF-8, so these bytes are damaged"),
-        (
-            b"a" * 9 + "我".encode() * 9 + b"\xff",
-            "latin-1",
-            "is not UTF-8 (byte 36: invalid start byte); most of it is",
-        ),
+        (b"caf\xe9 \x81", "windows-1252", "is not windows-1252 (byte 5: character maps to <undefined>); restore it"),
+        ("我".encode() * 9 + b"\xff", None, "most of it is UTF-8, so these bytes are damaged"),
+        ("我".encode() * 9 + b"\xff", "latin-1", "is not UTF-8 (byte 27: invalid start byte); most of it is"),
         (b"c\0\xe9\0f", "utf-16-le", "is not utf-16-le (byte 4: truncated data)"),
     ],
 )
@@ -401,20 +331,19 @@ def test_what_is_not_in_the_named_encoding_is_refused(read, content, encoding, p
     assert problem in read("a.txt", content, encoding=encoding)
 
 
-@pytest.mark.parametrize(
-    "name",
-    ["", "hex", "utf-7", "iso2022_jp", "hz", "cp037", "punycode", "no such", "idna", "unicode_escape"],
-)
-def test_encodings_in_which_ascii_is_not_ascii_are_refused(read, name):
+NOT_ASCII = ["", "hex", "utf-7", "iso2022_jp", "hz", "cp037", "punycode", "no such", "idna", "unicode_escape"]
+
+
+@pytest.mark.parametrize("name", NOT_ASCII)
+def test_encodings_in_which_ascii_is_not_ascii_are_refused(files_config, name):
     with pytest.raises(UserError, match=r"data\.encoding: .* is not allowed; allowed: an encoding such as latin-1"):
-        read("a.txt", b"text", encoding=name)
+        files_config("a.txt", encoding=name)
 
 
-def test_another_encoding_is_another_corpus(tmp_path, read):
-    assert read("a.txt", b"caf\xe9", encoding="latin-1") == ["café"]
-    assert read("a.txt", b"caf\xe9", encoding="cp1251") == ["cafй"]
-    data = DataSection(source="files", files=[str(tmp_path / "a.txt")], cache_dir=str(tmp_path / "cache"))
-    identities = [load_corpus(data.replace(encoding=name)).identity for name in (None, "latin-1", "cp1251")]
+def test_another_encoding_is_another_corpus(write, files_config, contents):
+    path = write("a.txt", b"caf\xe9")
+    assert contents(path, encoding="latin-1") == ["café"] and contents(path, encoding="cp1251") == ["cafй"]
+    identities = [load_corpus(files_config(path, encoding=name)).identity for name in (None, "latin-1", "cp1251")]
     assert len({json.dumps(identity) for identity in identities}) == 3
 
 
