@@ -8,6 +8,7 @@ import logging
 import os
 import resource
 import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pyarrow as pa
@@ -23,7 +24,9 @@ from hfgolf.system.errors import UserError, explained, writing
 from hfgolf.system.wording import labeled
 from hfgolf.train.console import _SafeFormatter
 
-ROOT = Path(__file__).parents[1]
+
+def to_output() -> AbstractContextManager[None]:
+    return writing("--output", Path("runs/x"))
 
 
 def behind(inner: Exception) -> Exception:
@@ -49,9 +52,10 @@ FORMS = {
 
 
 # EIO's text is too general without its number
-@pytest.mark.parametrize(
-    ("form", "code"), [(f, c) for f in FORMS for c in sorted(errors._ADVICE) if (f, c) != ("text", errno.EIO)]
-)
+REFUSALS = [(form, code) for form in FORMS for code in sorted(errors._ADVICE) if (form, code) != ("text", errno.EIO)]
+
+
+@pytest.mark.parametrize(("form", "code"), REFUSALS)
 def test_refusal_of_the_machine_is_one_line_whichever_library_notices_it(form, code, capsys):
     def main() -> None:
         raise FORMS[form](code)
@@ -62,10 +66,7 @@ def test_refusal_of_the_machine_is_one_line_whichever_library_notices_it(form, c
     assert ended.value.code == 2 and said.startswith("error: ") and said.count("\n") == 1
     assert os.strerror(code) in said and errors._ADVICE[code] in said
     assert form != "python" or "runs/.partial-x/model: " in said
-    with (
-        pytest.raises(UserError, match=r"^--output: cannot write to runs/x ") as raised,
-        writing("--output", Path("runs/x")),
-    ):
+    with pytest.raises(UserError, match=r"^--output: cannot write to runs/x ") as raised, to_output():
         main()
     assert os.strerror(code) in str(raised.value)
 
@@ -73,13 +74,13 @@ def test_refusal_of_the_machine_is_one_line_whichever_library_notices_it(form, c
 @pytest.mark.parametrize("code", [errno.ENOENT, errno.EACCES])
 @pytest.mark.parametrize("path", ["text.txt", "runs/xy/text.txt", "/other/x/text.txt"])
 def test_where_output_goes_is_not_blamed_for_a_file_elsewhere(path, code):
-    with pytest.raises(UserError, match=f"^{path}: {os.strerror(code)}[;.]"), writing("--output", Path("runs/x")):
+    with pytest.raises(UserError, match=f"^{path}: {os.strerror(code)}[;.]"), to_output():
         raise OSError(code, os.strerror(code), path)
 
 
 @pytest.mark.parametrize("path", ["runs", "runs/x", "runs/x/a/b", "runs/.replaced-x", Path("runs/x").absolute()])
 def test_where_output_goes_is_named_for_what_is_there(path):
-    with pytest.raises(UserError, match=r"^--output: cannot write to runs/x "), writing("--output", Path("runs/x")):
+    with pytest.raises(UserError, match=r"^--output: cannot write to runs/x "), to_output():
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
 
 
@@ -95,24 +96,15 @@ def test_memory_that_is_refused_is_one_line(error):
     assert str(explained(error)).startswith(f"{os.strerror(errno.ENOMEM)}; free memory, or take a smaller model")
 
 
-@pytest.mark.parametrize(
-    "error",
-    [ValueError("3"), KeyError("x"), OSError("no code"), UserError("os error 28"), RuntimeError("shape mismatch")],
-)
+BUGS = [ValueError("3"), KeyError("x"), OSError("no code"), UserError("os error 28"), RuntimeError("shape mismatch")]
+
+
+@pytest.mark.parametrize("error", BUGS)
 def test_a_bug_keeps_its_traceback(error):
     assert explained(error) is None
 
 
-FORGED = [
-    "a\nerror: b",
-    "a\r\nerror: b",
-    "\x1b[2Ka",
-    "\x9b31m",
-    "\u2028error: b",
-    "\x85error: b",
-    "\u202eabc",
-    "a\x08\x00",
-]
+FORGED = ["a\nerror: b", "a\r\nerror: b", "\x1b[2Ka", "\x9b31m", "\u2028error: b", "\x85b", "\u202eabc", "a\x08\x00"]
 
 
 @pytest.mark.parametrize("text", FORGED)
@@ -131,9 +123,7 @@ def test_no_text_in_a_message_forges_a_line_or_controls_the_terminal(text, capsy
 
 
 def test_lines_that_are_meant_stay():
-    assert (
-        UserError("name your text:", "  hfgolf train my.txt").shown() == "error: name your text:\n  hfgolf train my.txt"
-    )
+    assert UserError("name your text:", "  hfgolf train").shown() == "error: name your text:\n  hfgolf train"
 
 
 def write_with_small_files(verbs: list[list[str]], output: Path) -> None:

@@ -26,13 +26,11 @@ def nobody(monkeypatch, tmp_path):
     monkeypatch.setenv("NETRC", str(tmp_path / "nobody.netrc"))
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("HF_TOKEN", "OPENAI_APIKEY", "db_password", "AWS_SECRET_ACCESS_KEY", "GITHUB_TOKEN_2"),
-        *("DB_PASS", "GITLAB_PAT", "ROOT_PWD"),
-    ],
-)
+SECRET_NAMES = "HF_TOKEN OPENAI_APIKEY db_password AWS_SECRET_ACCESS_KEY GITHUB_TOKEN_2 DB_PASS GITLAB_PAT ROOT_PWD"
+SIMILAR_NAMES = "TOKENIZERS_PARALLELISM MAX_TOKENS KEYBOARD_LAYOUT HF_TOKEN_PATH SSH_KEY_TYPE HOME OLDPWD COMPASS SPAT"
+
+
+@pytest.mark.parametrize("name", SECRET_NAMES.split())
 def test_value_of_a_secret_variable_is_redacted(monkeypatch, name):
     assert redact(f"key {WANDB_KEY}, x{WANDB_KEY}y") == f"key {WANDB_KEY}, x{WANDB_KEY}y"
     monkeypatch.setenv(name, f"{WANDB_KEY}\n")
@@ -40,13 +38,7 @@ def test_value_of_a_secret_variable_is_redacted(monkeypatch, name):
     assert redact(f"key {WANDB_KEY}, x{WANDB_KEY}y") == "key [redacted], x[redacted]y"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("TOKENIZERS_PARALLELISM", "MAX_TOKENS", "KEYBOARD_LAYOUT", "HF_TOKEN_PATH", "SSH_KEY_TYPE", "HOME", "OLDPWD"),
-        *("COMPASS", "SPAT"),
-    ],
-)
+@pytest.mark.parametrize("name", SIMILAR_NAMES.split())
 def test_similar_variable_names_are_not_secret(monkeypatch, name):
     monkeypatch.setenv(name, "north-west")
     assert not is_secret_name(name)
@@ -62,11 +54,8 @@ def test_short_values_and_paths_are_not_redacted(monkeypatch, tmp_path):
 
 
 def test_overlapping_secrets_and_each_line_of_a_private_key_are_redacted(monkeypatch):
-    for name, value in (
-        ("A_TOKEN", "correcthorse"),
-        ("B_TOKEN", "correcthorsebattery"),
-        ("A_KEY", "MIIEvQIB\nkqhkiG9w\n"),
-    ):
+    secrets = {"A_TOKEN": "correcthorse", "B_TOKEN": "correcthorsebattery", "A_KEY": "MIIEvQIB\nkqhkiG9w\n"}
+    for name, value in secrets.items():
         monkeypatch.setenv(name, value)
     text = "correcthorsebattery, correcthorse; MIIEvQIB kqhkiG9w"
     assert redact(text) == "[redacted], [redacted]; [redacted] [redacted]"
@@ -91,10 +80,8 @@ def test_token_of_hf_auth_login_is_redacted(monkeypatch, tmp_path, variable):
 def test_key_of_wandb_login_is_redacted_and_unreadable_logins_are_ignored(monkeypatch, tmp_path):
     (tmp_path / "token").mkdir()
     monkeypatch.setenv("HF_TOKEN_PATH", str(tmp_path / "token"))
-    for name, content in (
-        ("netrc", f"machine api.wandb.ai\n  login user\n  password {WANDB_KEY}\n"),
-        ("junk", "\xff\xfe"),
-    ):
+    login = f"machine api.wandb.ai\n  login user\n  password {WANDB_KEY}\n"
+    for name, content in (("netrc", login), ("junk", "\xff\xfe")):
         (tmp_path / name).write_text(content, encoding="latin-1")
         monkeypatch.setenv("NETRC", str(tmp_path / name))
         assert redact(f"key={WANDB_KEY}, user") == f"key={'[redacted]' if name == 'netrc' else WANDB_KEY}, user"
@@ -227,14 +214,8 @@ def test_hfgolf_sources_are_not_redacted():
 
 def test_redaction_is_idempotent(monkeypatch):
     monkeypatch.setenv("WANDB_API_KEY", WANDB_KEY)
-    text = (
-        f"{HF_TOKEN} https://u:{WANDB_KEY}@h/?token={WANDB_KEY}&sig={WANDB_KEY} API_KEY={WANDB_KEY} Bearer {WANDB_KEY}"
-    )
-    once = redact(text)
-    assert once == (
-        "[redacted] https://[redacted]@h/?token=[redacted]&sig=[redacted] API_KEY=[redacted] Bearer [redacted]"
-    )
-    assert redact(once) == once
+    once = "[redacted] https://[redacted]@h/?token=[redacted]&sig=[redacted] API_KEY=[redacted] Bearer [redacted]"
+    assert redact(once.replace("[redacted]", WANDB_KEY)) == redact(once) == once
 
 
 def test_a_value_under_the_name_of_a_secret_is_redacted():

@@ -30,9 +30,7 @@ def launched(monkeypatch):
 @pytest.mark.parametrize("missing", COMPLETE)
 def test_each_variable_that_an_earlier_job_left_alone_is_named(launched, missing):
     launched({name: text for name, text in COMPLETE.items() if name != missing})
-    with pytest.raises(
-        LaunchError, match=rf"^{missing}: it is not set, but .*; start .* or unset them to train with one"
-    ):
+    with pytest.raises(LaunchError, match=rf"^{missing}: it is not set, but .*; start .* or unset them to train"):
         find_launch()
 
 
@@ -90,13 +88,8 @@ run_command(main)
 
 def start_alone(rank: int, port: int, seconds: float = 600.0) -> Any:
     variables = COMPLETE | {"RANK": str(rank), "LOCAL_RANK": str(rank), "MASTER_PORT": str(port)}
-    return subprocess.Popen(
-        [sys.executable, "-c", ALONE, str(seconds)],
-        env=variables,
-        stderr=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    command = [sys.executable, "-c", ALONE, str(seconds)]
+    return subprocess.Popen(command, env=variables, stderr=subprocess.PIPE, text=True)
 
 
 @pytest.fixture

@@ -184,7 +184,7 @@ def test_a_special_token_of_one_character_counts_as_its_text():
 ASKED = [message("system", "Be brief."), message("user", "Add 3 to 4.\n\nAt once."), message("assistant", "7")]
 PLAIN = {"system": "Be brief.", "prompt": "Add 3 to 4.\n\nAt once.", "completion": "7"}
 ANSWERED = [message("user", "a\n\nb"), message("assistant", "c")]
-PAST = [message("user", "a"), message("assistant", "b") | {"weight": 0}]
+RECALLED = [message("user", "a"), message("assistant", "b") | {"weight": 0}, *ASKED[1:]]
 INSTRUCTION = {"instruction": "Add 3 to 4.", "input": "At once.", "output": "7", "history": None}
 
 
@@ -207,11 +207,11 @@ INSTRUCTION = {"instruction": "Add 3 to 4.", "input": "At once.", "output": "7",
         ({"prompt": "not of them", "completion": ASKED[1:], "system": "Be brief."}, "completion", ASKED),
         ({"system_prompt": "Be brief.", "question": "a\n\nb", "response": "c"}, "response", [ASKED[0], *ANSWERED]),
         ({"question": "a", "context": "b", "answer": "c"}, "answer", ANSWERED),
-        (INSTRUCTION | {"history": [["a", "b"]]}, "output", [*PAST, *ASKED[1:]]),
+        (INSTRUCTION | {"history": [["a", "b"]]}, "output", RECALLED),
         (
-            {"prompt": [PAST[0], message("assistant", "b"), ASKED[1]], "completion": "7"},
+            {"prompt": [message("user", "a"), message("assistant", "b"), ASKED[1]], "completion": "7"},
             "completion",
-            [*PAST, *ASKED[1:]],
+            RECALLED,
         ),
     ],
 )

@@ -308,21 +308,6 @@ def test_identity_covers_everything_the_documents_depend_on(write, files_config)
     assert load_corpus(files_config(path)).identity != before
 
 
-@pytest.mark.parametrize(
-    ("content", "offset"),
-    [
-        (b"ok\xff rest", 2),
-        (b"\xef\xbb\xbfok\xff rest", 5),
-        ("é".encode() * 600_000 + b"\xe4", 1_200_000),
-        (b"\xe4\xbd", 0),
-    ],
-)
-def test_not_utf8_names_file_and_offset(tmp_path, write, files_config, content, offset):
-    path = write("bad.txt", content)
-    message = fails(files_config(path, val_files=[write("val.txt", "v")]), tmp_path)
-    assert path in message and f"byte {offset}:" in message
-
-
 def test_bad_input_is_one_clear_line(tmp_path, write, files_config, monkeypatch):
     assert "nothing*.txt" in fails(files_config(f"{tmp_path}/nothing*.txt"), tmp_path)
     assert "empty.txt" in fails(files_config(write("empty.txt", "")), tmp_path)

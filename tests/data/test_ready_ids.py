@@ -35,11 +35,8 @@ def write_rows(folder: Path, kind: str, rows: list[Any], name: str = "train") ->
 
 def tokens_of(tmp_path: Path, rows: list[Any], kind: str = "jsonl", **options: Any) -> TokenCache:
     files = [write_rows(tmp_path / "rows", kind, rows)]
-    options = {"val_fraction": 0.3, **options}
-    return load_tokens(
-        DataSection(source="files", files=files, ids_column="input_ids", cache_dir=str(tmp_path / "cache"), **options),
-        BYTE,
-    )
+    options = {"val_fraction": 0.3, "cache_dir": str(tmp_path / "cache"), **options}
+    return load_tokens(DataSection(source="files", files=files, ids_column="input_ids", **options), BYTE)
 
 
 def documents(stream: Any) -> list[list[int]]:
@@ -96,5 +93,8 @@ def test_missing_column_and_text_of_a_column_of_ids_are_one_line(tmp_path):
     data = {"source": "files", "cache_dir": str(tmp_path / "cache")}
     with pytest.raises(UserError, match=r"has no column 'ids'; set data\.ids_column to one of: input_ids, text"):
         load_tokens(DataSection(files=files, ids_column="ids", **data), BYTE)
-    with pytest.raises(UserError, match="ids_column input_ids holds tokens, not text"):
-        load_corpus(DataSection(files=files, ids_column="input_ids", **data)).write_pieces(tmp_path / "text")
+    tokens = {"ids_column input_ids": data | {"ids_column": "input_ids"}}
+    tokens["source shards"] = data | {"source": "shards", "val_files": files}
+    for key, settings in tokens.items():
+        with pytest.raises(UserError, match=f"data.{key} holds tokens, not text"):
+            load_corpus(DataSection(files=files, **settings)).write_pieces(tmp_path / "text")

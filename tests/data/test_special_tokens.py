@@ -259,10 +259,8 @@ def test_tokenizers_that_begin_documents_differently_have_caches_of_their_own(wr
     backend = byte_level_bpe()
     backend.add_special_tokens(SPECIAL)
     found = []
-    for number, (single, separator) in enumerate(
-        (("$A", "</s>"), ("$A", "[MASK]"), ("<s> $A", "</s>"), ("[MASK] $A", "</s>"))
-    ):
-        config = saved(tmp_path / str(number), template(backend, single), eos_token=separator)
+    for single, separator in (("$A", "</s>"), ("$A", "[MASK]"), ("<s> $A", "</s>"), ("[MASK] $A", "</s>")):
+        config = saved(tmp_path / f"{single} {separator[1:3]}", template(backend, single), eos_token=separator)
         found.append(load_tokens(data, config))
     assert not any(tokens.is_hit for tokens in found) and found[0].tokenizer_sha256 == found[1].tokenizer_sha256
     assert [tokens.train.tokens[:-3].tolist() for tokens in found] == [[2], [3], [2, 1], [2, 3]]

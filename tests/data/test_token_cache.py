@@ -15,8 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from datasets import Dataset, List, Value, load_from_disk
+from test_special_tokens import saved
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer
 
 from hfgolf.config.sections import TokenizerSection
 from hfgolf.data import cache_folder, stream_writer, token_cache
@@ -279,9 +280,8 @@ def test_pretrained_tokenizer_is_loaded_once(data, tmp_path, monkeypatch):
 def test_tokenizer_may_drop_all_whitespace(write, files_config, tmp_path, monkeypatch):
     monkeypatch.setattr(stream_writer, "ROWS_PER_BATCH", 1)
     blank = write("a.txt", "first" + " " * 30_000 + "first")
-    stream = load_tokens(
-        files_config(blank, val_files=[write("v.txt", "first")]), save_word_tokenizer(tmp_path / "saved", {"first": 2})
-    ).train
+    config = save_word_tokenizer(tmp_path / "saved", {"first": 2})
+    stream = load_tokens(files_config(blank, val_files=[write("v.txt", "first")]), config).train
     assert stream.tokens.tolist() == [0, 2, 2] and stream.piece_tokens.tolist() == [2, 0, 0, 1]
     assert stream.num_bytes == 30_010
 
@@ -289,8 +289,7 @@ def test_tokenizer_may_drop_all_whitespace(write, files_config, tmp_path, monkey
 def save_word_tokenizer(folder: Path, ids: dict[str, int]) -> TokenizerSection:
     tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "<unk>": 1} | ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
-    return TokenizerSection(kind="pretrained", name_or_path=str(folder))
+    return saved(folder, tokenizer, eos_token="<eos>")
 
 
 def build_lower_casing_wordpiece() -> Tokenizer:
@@ -330,8 +329,7 @@ def build_unigram() -> Tokenizer:
     ],
 )
 def test_lossy_tokenizer_is_reported(write, files_config, tmp_path, caplog, build, text, loss):
-    PreTrainedTokenizerFast(tokenizer_object=build()).save_pretrained(tmp_path / "saved")
-    config = TokenizerSection(kind="pretrained", name_or_path=str(tmp_path / "saved"))
+    config = saved(tmp_path / "saved", build(), eos_token=None, unk_token=None)
     data = files_config(write("a.txt", "text"), val_files=[write("v.txt", text)])
     for is_hit in (False, True):
         caplog.clear()

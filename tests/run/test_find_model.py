@@ -199,12 +199,8 @@ def test_without_a_network_a_model_in_the_cache_loads_at_once(small, no_network,
 @pytest.mark.slow
 def test_a_run_that_trains_in_another_process_is_sampled_meanwhile(tiny_run, tmp_path, hfgolf):
     """It deletes each checkpoint two saves later."""
-    endless = {
-        "train__max_steps": 10**6,
-        "train__save_every_steps": 1,
-        "train__keep_last": 1,
-        "train__eval_every_steps": 10**6,
-    }
+    endless = {"train__max_steps": 10**6, "train__eval_every_steps": 10**6}
+    endless |= {"train__save_every_steps": 1, "train__keep_last": 1}
     folder = tmp_path / "runs" / "tiny"
     training = start(load_config(tiny_run(**endless)), tmp_path / "output")
     try:

@@ -46,20 +46,12 @@ def test_too_many_evaluations_are_sampled(tmp_path, monkeypatch):
 
 def test_rows_after_the_resumed_step_and_broken_lines_are_dropped(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_bytes(
-        b'{"step": 1}\n{"step": \xb2}\n{"step": 2}\n{"step": 3, "event": "x"}\n{"step": 3}\n{"step": 4, "tr'
-    )
+    path.write_bytes(b'{"step": 1}\n{"step": \xb2}\n{"step": 3, "event": "x"}\n{"step": 3}\n{"step": 4, "tr')
     metrics.MetricsFile(path).rewind(2)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3, "event": "x"}\n'
+    assert path.read_text() == '{"step": 1}\n{"step": 3, "event": "x"}\n'
 
 
-def test_nonfinite_number_is_written_as_null(tmp_path):
-    file = metrics.MetricsFile(tmp_path / "metrics.jsonl")
-    file.append({"step": 1, "train_loss": math.nan, "train_losses": [1.5, math.inf]})
-    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "train_loss": null, "train_losses": [1.5, null]}\n'
-
-
-def test_what_is_appended_is_returned_as_it_is_read_back(tmp_path):
+def test_what_is_appended_is_returned_as_it_is_read_back_and_nonfinite_numbers_are_null(tmp_path):
     """The report of a run at its end is made of these; that of a finished one of what was read."""
     path = tmp_path / "metrics.jsonl"
     event = {"step": 3, "event": "finding", "symptom": "plateau", "causes": ("a", "b"), "fix": {"optim.x": 0.1}}
@@ -67,6 +59,7 @@ def test_what_is_appended_is_returned_as_it_is_read_back(tmp_path):
     written = [metrics.MetricsFile(path).append(line) for line in (event, row)]
     found = metrics.read_metrics(path)
     assert written == [*found.events, *found.rows]
+    assert path.read_text().endswith('{"step": 4, "train_loss": null, "train_losses": [1.5, null]}\n')
 
 
 def test_a_secret_in_an_event_is_redacted_as_it_is_written(tmp_path):
