@@ -346,7 +346,7 @@ def write_file(path: Path, content: Any) -> dict[str, Any]:
         else:
             # the manifest has a sha256: torch's own checksum takes as long, and nothing reads it
             with config.patch("save.compute_crc32", False):  # type: ignore[attr-defined]  # for this thread only
-                torch.save(content, file)  # type: ignore[arg-type]  # it needs only `write` and `flush`
+                torch.save(content, file)
     return file.entry()
 
 

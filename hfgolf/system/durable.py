@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import io
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
@@ -134,34 +135,26 @@ def list_files(folder: Path, paths: Iterable[Path]) -> dict[str, Any]:
     return {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": file_sha256(p)} for p in paths}
 
 
-class HashedFile:
-    """A new file whose SHA-256 is computed while it is written, without reading it again. A context manager.
+class HashedFile(io.BufferedWriter):
+    """A new file whose SHA-256 is computed while it is written, without reading it again.
 
     Writing and hashing release the GIL, so several such files can be written at once, by a thread each. No sync.
     """
 
     def __init__(self, path: Path) -> None:
-        self._file, self._digest, self._bytes = path.open("wb"), hashlib.sha256(), 0
+        super().__init__(io.FileIO(path, "wb"))
+        self._digest, self._bytes = hashlib.sha256(), 0
 
-    def write(self, content: bytes | memoryview) -> int:
-        """Write and hash the content; return its size. Raises OSError."""
+    def write(self, content: Any) -> int:
+        """Write and hash bytes; return how many. Raises OSError."""
         self._digest.update(content)
-        count = self._file.write(content)
+        count = super().write(content)
         self._bytes += count
         return count
-
-    def flush(self) -> None:
-        self._file.flush()
 
     def entry(self) -> dict[str, Any]:
         """Return what `list_files` would say of the file."""
         return {"bytes": self._bytes, "sha256": self._digest.hexdigest()}
-
-    def __enter__(self) -> HashedFile:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
 
 
 def find_damage(folder: Path, files: Mapping[str, Any]) -> str | None:
