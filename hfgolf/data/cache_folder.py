@@ -5,7 +5,6 @@ Does not know what the files mean.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -18,7 +17,7 @@ from typing import Any
 from filelock import FileLock, Timeout
 
 from hfgolf.config.sections import DataSection
-from hfgolf.system.durable import list_files, write_text
+from hfgolf.system.durable import file_sha256, list_files, write_text
 from hfgolf.system.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -79,8 +78,7 @@ def file_hashes(paths: Iterable[Path], cache: Path) -> dict[Path, str]:
             continue
         # A second write within the resolution of the clock would not change the times.
         is_settled = time.time() - state[2] / 1e9 > SETTLED_SECONDS
-        with open(path, "rb") as file:
-            hashes[path] = hashlib.file_digest(file, "sha256").hexdigest()
+        hashes[path] = file_sha256(path)
         if is_settled:
             new[str(path)] = [*state, hashes[path]]
     if new:

@@ -12,6 +12,7 @@ import pytest
 
 from hfgolf.data import cache_folder as module
 from hfgolf.data.cache_folder import file_hashes
+from hfgolf.system.durable import file_sha256
 
 
 @pytest.fixture
@@ -31,9 +32,8 @@ def text(tmp_path, monkeypatch) -> Path:
 def is_read(path: Path, note: Path, monkeypatch) -> bool:
     """Hash the file and return whether the file was read for it."""
     read = []
-    digest = hashlib.file_digest
     with monkeypatch.context() as patch:
-        patch.setattr(module.hashlib, "file_digest", lambda *arguments: read.append(1) or digest(*arguments))
+        patch.setattr(module, "file_sha256", lambda path: read.append(path) or file_sha256(path))
         assert file_hashes([path], note) == {path: hashlib.sha256(path.read_bytes()).hexdigest()}
     return bool(read)
 
