@@ -6,7 +6,6 @@ training text, and there is no unknown token. Text that spells `<|endoftext|>` i
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import logging
@@ -16,8 +15,7 @@ import time
 import uuid
 from array import array
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -148,8 +146,7 @@ def build_encoder(tokenizer: PreTrainedTokenizerFast, kind: str) -> Encoder:
     """
     if kind == "byte":
         return _encode_bytes
-    with _garbage_collection_paused():
-        backend = _text_only(tokenizer)
+    backend = _text_only(tokenizer)
     start = document_start(tokenizer)
 
     def encode(texts: list[str]) -> Encoded:
@@ -198,7 +195,7 @@ def _text_only(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
         model["unk_token"] = renamed[model["unk_token"]]
     if "merges" in model:
         mark = model.get("continuing_subword_prefix") or ""
-        pairs = [pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"]]
+        pairs = model["merges"]
         model["merges"] = [[a, b] for a, b in pairs if renamed.keys().isdisjoint((a, b, a + b.removeprefix(mark)))]
     backend = Tokenizer.from_str(json.dumps(rules))
     backend.encode_special_tokens = True
@@ -327,24 +324,7 @@ def _tokenizer_path(config: TokenizerSection, corpus_identity: dict[str, Any], f
 
 
 def _load(path: Path) -> PreTrainedTokenizerFast:
-    with _garbage_collection_paused():
-        return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
-
-
-@contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Keep Python from looking for garbage.
-
-    transformers parses tokenizer.json, with a list per merge. So many new objects make Python search all objects of the
-    process, torch's included, which takes as long as loading the tokenizer and finds nothing.
-    """
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+    return PreTrainedTokenizerFast.from_pretrained(path, trust_remote_code=False)
 
 
 def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
@@ -361,14 +341,12 @@ def _load_pretrained(name_or_path: str) -> PreTrainedTokenizerFast:
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
             cached_only = is_cached_only(name_or_path, "tokenizer_config.json")
-            # explicit, because transformers would otherwise ask on stdin whether to run a tokenizer's code
-            with _garbage_collection_paused():
-                tokenizer = AutoTokenizer.from_pretrained(
-                    name_or_path,
-                    config=_placeholder(name_or_path, cached_only),
-                    trust_remote_code=False,
-                    local_files_only=cached_only,
-                )
+            tokenizer = AutoTokenizer.from_pretrained(
+                name_or_path,
+                config=_placeholder(name_or_path, cached_only),
+                trust_remote_code=False,  # explicit: else transformers asks on stdin whether to run a tokenizer's code
+                local_files_only=cached_only,
+            )
     except UserError:
         raise
     except Exception as error:  # OSError, ValueError, KeyError, ...: depends on what is broken
