@@ -46,7 +46,7 @@ from hfgolf.run.provenance import run_metadata
 from hfgolf.system.command import run_command
 from hfgolf.system.durable import write_text
 from hfgolf.system.errors import UserError
-from hfgolf.system.hardware import accelerator_name, fingerprint, measured_peak_flops, missing_compiler, synchronize
+from hfgolf.system.hardware import accelerator_name, measured_peak_flops, missing_compiler, synchronize
 from hfgolf.train.console import show_log
 from hfgolf.train.feed import blocks_per_epoch, is_out_of_memory
 from hfgolf.train.loop import train_step
@@ -456,7 +456,7 @@ def main() -> None:
         "rungs": rows,
         "bf16": asdict(facts) if facts else None,
         "threads": torch.get_num_threads(),
-        "metadata": run_metadata(run.resolved, fingerprint()),
+        "metadata": run_metadata(run.resolved),
     }
     write_text(folder / "ladder.json", json.dumps(record, indent=1))
     draw(rows, f"{run.config.run.name} on {accelerator_name()}", folder / "ladder.png")

@@ -39,7 +39,6 @@ from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import (
     accelerator_name,
     fast_product_dtype,
-    fingerprint,
     free_memory_bytes,
     measured_peak_flops,
 )
@@ -93,7 +92,7 @@ def main() -> None:
         "operations": rows,
         "step": step,
         "threads": torch.get_num_threads(),
-        "metadata": run_metadata(run.resolved, fingerprint()),
+        "metadata": run_metadata(run.resolved),
     }
     write_text(folder / "roofline.json", json.dumps(record, indent=1))
     draw(roofline, rows, step, f"{config.run.name} on {accelerator_name()}", folder / "roofline.png")

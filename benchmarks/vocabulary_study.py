@@ -40,7 +40,6 @@ from hfgolf.run.provenance import run_metadata
 from hfgolf.system.command import run_command
 from hfgolf.system.durable import write_text
 from hfgolf.system.errors import UserError
-from hfgolf.system.hardware import fingerprint
 from hfgolf.system.signals import Signals
 from hfgolf.train.build import build_model
 from hfgolf.train.console import show_log
@@ -106,7 +105,7 @@ def main() -> None:
         "hidden_size": model.hidden_size,
         "num_hidden_layers": model.num_hidden_layers,
         "vocabularies": rows,
-        "metadata": run_metadata(resolved, fingerprint()),
+        "metadata": run_metadata(resolved),
     }
     about = (
         f"{megabytes(train_bytes + held_out_bytes)} of {megabytes(sample.file_bytes)} in {len(arguments.files)}"

@@ -165,7 +165,7 @@ def test_a_bare_name_is_a_shipped_config_unless_such_a_file_exists(tmp_path, mon
 
 def test_the_record_of_a_run_shows_the_command(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["hfgolf train", "--config", "small"])
-    assert run_metadata(load_config(["--config", "small"]), {})["command"] == ["hfgolf", "train", "--config", "small"]
+    assert run_metadata(load_config(["--config", "small"]))["command"] == ["hfgolf", "train", "--config", "small"]
 
 
 def test_run_on_the_present_folder_has_its_name(tmp_path, monkeypatch):

@@ -44,7 +44,6 @@ def main() -> Answer | None:
     from hfgolf.commands.lr_sweep import RULE, find_lr, suggested_values
     from hfgolf.run.provenance import run_metadata
     from hfgolf.system.durable import write_text
-    from hfgolf.system.hardware import fingerprint
     from hfgolf.train.console import show_log
 
     is_main_process = os.environ.get("RANK", "0") == "0"
@@ -57,7 +56,7 @@ def main() -> Answer | None:
         "suggestion": values,
         "rule": RULE,
         "sweeps": [dataclasses.asdict(sweep) | {"gains": sweep.gains} for sweep in sweeps],
-        "metadata": run_metadata(resolved, fingerprint()),
+        "metadata": run_metadata(resolved),
     }
     numbers = arguments.output.with_suffix(".json")
     with writing("--output", arguments.output):

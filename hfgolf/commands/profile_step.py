@@ -105,7 +105,7 @@ def profile_run(run: Run, num_steps: int, trace: Path) -> tuple[dict[str, Any], 
         "tokens_per_step": run.config.batch.tokens_per_step,
         "micro_batch_size": run.micro_batch_size,
         "machine": fingerprint() | {"threads": torch.get_num_threads()},
-        "metadata": run_metadata(run.resolved, fingerprint()),
+        "metadata": run_metadata(run.resolved),
     }
     slowest = "self_device_time_total" if "idle" in as_run.shares else "self_cpu_time_total"
     return record, profiler.key_averages().table(sort_by=slowest, row_limit=15, max_name_column_width=48)

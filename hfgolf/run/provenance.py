@@ -1,6 +1,6 @@
 """Record what is needed to repeat and judge a run: commit, uncommitted changes, command, versions, environment.
 
-Keeps the user's secrets out of all of these. Does not know devices; the caller passes their description.
+Keeps the user's secrets out of all of these.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import platform
 import re
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from hfgolf.config.parse import ResolvedConfig
+from hfgolf.system.hardware import fingerprint
 from hfgolf.system.redact import is_secret_name, redact, redact_values
 from hfgolf.system.wording import join_words
 
@@ -35,11 +36,10 @@ _CODE = {".py", ".pyi", ".sh", ".yaml", ".yml", ".toml", ".cfg", ".ini", ".c", "
 _DIFF = ("diff", "--binary", "--no-color", "--no-ext-diff", "--no-textconv", "--src-prefix=a/", "--dst-prefix=b/")
 
 
-def run_metadata(resolved: ResolvedConfig, hardware: Mapping[str, Any]) -> dict[str, Any]:
+def run_metadata(resolved: ResolvedConfig) -> dict[str, Any]:
     """Return what is needed to repeat and judge a run: commit, command, config, versions, hardware, environment.
 
-    hardware: from hfgolf.system.hardware.fingerprint. In the result, `sources` names the source of each config value
-    that is not a default. Secrets are redacted.
+    `sources` names the source of each config value that is not a default. Secrets are redacted.
     """
     variables = [name for name in sorted(os.environ) if _VARIABLES.match(name) and not is_secret_name(name)]
     metadata = {
@@ -51,7 +51,7 @@ def run_metadata(resolved: ResolvedConfig, hardware: Mapping[str, Any]) -> dict[
         "environment": {name: os.environ[name] for name in variables},
         "python": platform.python_version(),
         "packages": {p: package_version(p) for p in ("hfgolf", *_PACKAGES)},
-        "hardware": dict(hardware),
+        "hardware": fingerprint(),
     }
     return redact_values(metadata)
 

@@ -40,7 +40,7 @@ from hfgolf.run.folder import RunFolder, run_folder
 from hfgolf.run.metrics import MetricsFile
 from hfgolf.run.provenance import run_metadata, uncommitted_changes
 from hfgolf.system.errors import UserError, writing
-from hfgolf.system.hardware import fingerprint, peak_flops
+from hfgolf.system.hardware import peak_flops
 from hfgolf.system.ranks import agree, first_of_machine, gather
 from hfgolf.system.signals import Signals
 from hfgolf.system.stopwatch import Stopwatch
@@ -390,7 +390,7 @@ def write_description(run: Run) -> None:
     if run.first_step:
         note = f"# The run resumed from step {run.first_step} with this config; starts/ has one config per start."
         config_yaml = f"{note}\n{config_yaml}"
-    metadata = run_metadata(recorded, fingerprint()) | {"init_from": run.init_from}
+    metadata = run_metadata(recorded) | {"init_from": run.init_from}
     metadata["corpus"] = run.checkpoints.identity["corpus"]
     metadata["val_notes"] = run.tokens.val_notes
     metadata["parameter_groups"] = group_rows(run.optimizer)

@@ -259,9 +259,7 @@ def test_each_start_saves_its_config_metadata_and_patch(run, tiny_run, monkeypat
     monkeypatch.setattr(setup, "uncommitted_changes", lambda: next(patches))
     commits = iter(["bbb", "aaa-dirty", "aaa-dirty"])
     real = setup.run_metadata
-    monkeypatch.setattr(
-        setup, "run_metadata", lambda resolved, hardware: real(resolved, hardware) | {"commit": next(commits)}
-    )
+    monkeypatch.setattr(setup, "run_metadata", lambda resolved: real(resolved) | {"commit": next(commits)})
     folder = run(tiny_run(**CONSTANT, train__max_steps=3))
     for steps in (4, 5):
         run(tiny_run(**CONSTANT, train__max_steps=steps, train__resume="latest"))

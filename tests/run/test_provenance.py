@@ -14,7 +14,6 @@ import pytest
 
 from hfgolf.config.parse import load_config
 from hfgolf.run import provenance
-from hfgolf.system.hardware import fingerprint
 from hfgolf.train.console import show_log
 
 ROOT = Path(__file__).parents[2]
@@ -29,7 +28,7 @@ def test_metadata_has_the_commit_of_an_image(monkeypatch):
 
     monkeypatch.setattr(provenance.subprocess, "run", no_git)
     monkeypatch.setenv("HFGOLF_COMMIT", "0123abc")
-    assert provenance.run_metadata(load_config(["--train.max_steps=1"]), fingerprint())["commit"] == "0123abc"
+    assert provenance.run_metadata(load_config(["--train.max_steps=1"]))["commit"] == "0123abc"
 
 
 @pytest.fixture
@@ -45,7 +44,7 @@ def logged_in(monkeypatch):
 
 
 def test_metadata_has_environment_and_config_without_secrets(logged_in):
-    metadata = provenance.run_metadata(logged_in, fingerprint())
+    metadata = provenance.run_metadata(logged_in)
     written = json.dumps(metadata)
     assert not [secret for secret in (HF_TOKEN, WANDB_KEY, "opensesame") if secret in written]
     variables = metadata["environment"]
@@ -181,9 +180,9 @@ def test_package_that_is_only_on_the_path_has_no_version(monkeypatch):
         raise provenance.importlib.metadata.PackageNotFoundError(package)
 
     monkeypatch.setattr(provenance.importlib.metadata, "version", missing)
-    assert provenance.run_metadata(load_config(["--train.max_steps=1"]), {})["packages"]["hfgolf"] is None
+    assert provenance.run_metadata(load_config(["--train.max_steps=1"]))["packages"]["hfgolf"] is None
 
 
 def test_command_of_a_notebook_does_not_name_files_of_its_kernel(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["site-packages/ipykernel_launcher.py", "-f", "kernel-1.json"])
-    assert provenance.run_metadata(load_config("small"), {})["command"] == ["hfgolf.fit", "in a notebook"]
+    assert provenance.run_metadata(load_config("small"))["command"] == ["hfgolf.fit", "in a notebook"]
