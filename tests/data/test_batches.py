@@ -53,13 +53,8 @@ def stream():
 def stream_of(pieces):
     """Return a stream with pieces of the given numbers of tokens. Token i is i."""
     tokens = np.arange(pieces.sum(), dtype=np.uint16)
-    return Stream(
-        tokens=tokens,
-        piece_tokens=pieces,
-        piece_bytes=pieces * 3 + 1,
-        is_target=None,
-        read=functools.partial(tokens.take, mode="wrap"),
-    )
+    read = functools.partial(tokens.take, mode="wrap")
+    return Stream(tokens=tokens, piece_tokens=pieces, piece_bytes=pieces * 3 + 1, is_target=None, read=read)
 
 
 SHAPE = {"sequence_length": T, "micro_batch_size": 2, "accumulation": 1, "rank": 0, "world": 1, "seed": 0}
@@ -309,18 +304,12 @@ def test_run_passes_its_device_and_workers_to_the_loader(tiny_run, monkeypatch):
     asked = {}
     monkeypatch.setattr(feed, "build_loader", lambda *_, **settings: asked.update(settings) or [])
     monkeypatch.setattr(feed, "device_prefetch", lambda loader, device: loader)
-    run = SimpleNamespace(
-        config=load_config(tiny_run(**options)).config,
-        accelerator=SimpleNamespace(device=torch.device("cuda"), process_index=0, num_processes=1),
-        tokens=SimpleNamespace(train=None),
-        state=SimpleNamespace(step=0, blocks=0, excluded_blocks=()),
-        micro_batch_size=8,
-        accumulation_steps=1,
-        step_limit=6,
-    )
+    state = SimpleNamespace(step=0, blocks=0, excluded_blocks=())
+    run = SimpleNamespace(tokens=SimpleNamespace(train=None), state=state, step_limit=6)
+    run.config, run.micro_batch_size, run.accumulation_steps = load_config(tiny_run(**options)).config, 8, 1
+    run.accelerator = SimpleNamespace(device=torch.device("cuda"), process_index=0, num_processes=1)
     feed.start_batches(run)
-    assert asked["device"] == torch.device("cuda")
-    assert asked["num_workers"] == 2
+    assert asked["device"] == torch.device("cuda") and asked["num_workers"] == 2
 
 
 def test_workers_survive_epoch_boundaries(stream):

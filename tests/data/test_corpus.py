@@ -325,18 +325,6 @@ def test_bad_input_is_one_clear_line(tmp_path, write, files_config, monkeypatch)
     assert f"cannot read {path} (Permission denied)" in fails(files_config(path), tmp_path)
 
 
-@pytest.mark.parametrize("names", [["one.txt"], ["a.txt", "b.txt"]])
-def test_text_files_too_few_to_divide_by_name_are_cut(tmp_path, write, files_config, names):
-    """Validates on the last characters, instead of asking for another split."""
-    text = "".join(f"{number}\n" for number in range(400))
-    data = files_config(*(write(name, text) for name in names))
-    assert load_corpus(data).identity["split"] == "contiguous"
-    written = {split: "".join(documents) for split, documents in read(data, tmp_path).items()}
-    whole = text * len(names)
-    assert written["train"] + written["val"] == whole
-    assert len(written["val"]) == len(whole) - int(0.95 * len(whole))
-
-
 @pytest.mark.parametrize(
     ("train", "val", "options", "reason"),
     [

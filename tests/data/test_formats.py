@@ -201,14 +201,18 @@ def test_named_notebook_is_its_cells(write, train_on, documents, refusal):
     assert "a.ipynb holds half of a surrogate pair" in half
 
 
-@pytest.mark.parametrize("pack", ["csv", "zip", "tar"])
-def test_rows_and_members_too_few_to_divide_are_cut(tmp_path, write, files_config, pack, caplog):
+@pytest.mark.parametrize("names", ["a.csv", "a.zip", "a.tar", "a.txt", "a.txt b.txt"])
+def test_documents_too_few_to_divide_by_name_are_cut(tmp_path, write, files_config, names, caplog):
+    """The last characters validate. That text files are too few is known before they are read."""
     text = "word " * 100
-    content = {"csv": f"text\n{text}\n", "zip": zipped({"a.txt": text}), "tar": tarred({"a.txt": text})}
+    content = {"csv": f"text\n{text}\n", "zip": zipped({"a.txt": text}), "tar": tarred({"a.txt": text}), "txt": text}
+    data = files_config(*(write(name, content[name[2:]]) for name in names.split()))
     with caplog.at_level(logging.INFO, "hfgolf"):
-        found = read(files_config(write(f"a.{pack}", content[pack])), tmp_path)
-    assert found == {"train": [text[:475]], "val": [text[475:]]}
-    assert "too few documents to divide by their names, so the end of the text validates" in caplog.text
+        found = {split: "".join(documents) for split, documents in read(data, tmp_path).items()}
+    whole = text * len(names.split())
+    assert found == {"train": whole[: int(0.95 * len(whole))], "val": whole[int(0.95 * len(whole)) :]}
+    is_known = load_corpus(data).identity["split"] == "contiguous"
+    assert is_known == ("txt" in names) != ("too few documents to divide by their names, so the end of" in caplog.text)
 
 
 def test_folder_of_shards(tmp_path, write):
