@@ -52,7 +52,7 @@ def measure(model: str, folder: Path, repetitions: int) -> dict[str, Any]:
     torch.manual_seed(0)
     golf = GolfForCausalLM(golf_config(config, vocabulary))
     accelerator = Accelerator()
-    built = build_optimizer(golf.named_parameters(), config.optim, golf.fused_projections())
+    built = build_optimizer(golf, config.optim)
     prepared, optimizer = accelerator.prepare(golf, built)
     optimizer.optimizer.create_state()
     decay = config.optim.ema_decay

@@ -147,7 +147,7 @@ def plain_step(run: Run, blocks: Blocks, attention: str, is_compiled: bool, prec
     """
     config, device = run.config, run.accelerator.device
     model = fp32_copy(run.golf_model, attention)
-    optimizer = build_optimizer(model.named_parameters(), config.optim, model.fused_projections())
+    optimizer = build_optimizer(model, config.optim)
     if is_compiled:
         model.compile()
     autocast = nullcontext() if precision == "no" else torch.autocast(device.type, torch.bfloat16)

@@ -101,7 +101,6 @@ def measure_step(batch: int = 16, sequence: int = 1024) -> dict[str, Any]:
     from hfgolf.model.modeling_golf import GolfForCausalLM, chunked_cross_entropy
     from hfgolf.optim.ema import Ema
     from hfgolf.optim.groups import build_optimizer
-    from hfgolf.optim.layout import layout
     from hfgolf.system.hardware import find_device
     from hfgolf.train.loop import gradient_norm
 
@@ -118,7 +117,7 @@ def measure_step(batch: int = 16, sequence: int = 1024) -> dict[str, Any]:
     blocks, loss, update, average = (Launches() for _ in range(4))
     with FakeTensorMode(), torch.device("cuda"):
         model = GolfForCausalLM(config).train()
-        optimizer = build_optimizer(model.named_parameters(), OptimSection(), **layout(model))
+        optimizer = build_optimizer(model, OptimSection())
         ema = Ema(model.named_parameters(), 0.99)
         ids = torch.zeros(batch, sequence, dtype=torch.long)
         with autocast(torch.bfloat16):

@@ -73,7 +73,7 @@ def of_model(field: str) -> Callable[[Any], Any]:
 
 def rules(name: str) -> Any:
     model = GolfForCausalLM(GolfConfig(vocab_size=31, hidden_size=16, num_hidden_layers=1, num_attention_heads=2))
-    optimizer = build_optimizer(model.named_parameters(), OptimSection(name=name), {})
+    optimizer = build_optimizer(model, OptimSection(name=name))
     optimizer.create_state()
     return [group["rule"] for group in optimizer.param_groups]
 

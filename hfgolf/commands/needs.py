@@ -31,7 +31,6 @@ from hfgolf.measure.flops import TokenFlops, token_flops
 from hfgolf.measure.memory import USABLE_SHARE, TrainingMemory, choose_micro_batch_size, chunk_elements, run_memory
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import KINDS, parameter_groups
-from hfgolf.optim.layout import layout
 from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import DEVICES, device_name, find_device, free_memory_bytes, peak_flops
 from hfgolf.train.build import build_model
@@ -222,7 +221,7 @@ def find_needs(config: RunConfig, model: PreTrainedModel, machine: Machine) -> N
         for on in (True, False)
     )
     kinds, rules = Counter(dict.fromkeys(KINDS, 0)), Counter[str]()
-    for group in parameter_groups(model.named_parameters(), config.optim, **layout(model)):
+    for group in parameter_groups(model, config.optim):
         count = sum(parameter.numel() for _, parameter in group["params"])
         kinds[group["kind"]] += count
         rules[group["rule"]] += count

@@ -16,12 +16,6 @@ from hfgolf.config.sections import RunConfig
 from hfgolf.system.errors import writing
 from hfgolf.system.wording import aligned
 
-STAND_INS = {  # one parameter of each kind; its name decides its rule and peak learning rate
-    "matrix": "model.layers.0.mlp.up_proj.weight",
-    "embedding": "model.embed_tokens.weight",
-    "head": "lm_head.weight",
-    "vector": "model.norm.weight",
-}
 STYLES = ("-", "--", "-.", ":")
 POINTS = 1000
 
@@ -94,12 +88,14 @@ def values(
     """
     import torch
 
-    from hfgolf.optim.groups import build_optimizer
+    from hfgolf.optim.groups import KINDS, group_settings
+    from hfgolf.optim.muon import Muon
     from hfgolf.optim.schedule import apply_schedule
 
-    kinds = [kind for kind in STAND_INS if kind != "head" or not config.model.tie_word_embeddings]
-    stand_ins = [(STAND_INS[kind], torch.nn.Parameter(torch.zeros(1, 1))) for kind in kinds]
-    optimizer = build_optimizer(stand_ins, config.optim, {})
+    kinds = [kind for kind in KINDS if kind != "head" or not config.model.tie_word_embeddings]
+    settings = [group_settings(kind, config.optim) for kind in kinds]
+    stand_ins = [{"params": [torch.nn.Parameter(torch.zeros(1, 1))], **each} for each in settings]
+    optimizer = Muon(stand_ins, momentum=config.optim.momentum)
     by_kind: dict[str, list[float]] = defaultdict(list)
     others: dict[str, list[float]] = defaultdict(list)
     for step in steps:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hfgolf.model.layers_golf import layer_order
 from hfgolf.model.modeling_golf import GolfForCausalLM
-from hfgolf.optim.layout import parameter_kinds
+from hfgolf.optim.groups import parameter_kinds
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from hfgolf.model.causal_lm import takes_shift_labels
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.layers_golf import layer_order
 from hfgolf.model.modeling_golf import GolfForCausalLM, default_chunk_elements
-from hfgolf.optim.layout import layout, parameter_kinds
+from hfgolf.optim.groups import in_out_matrices, parameter_kinds
 from hfgolf.optim.muon import DEFAULT_MAX_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS
 from hfgolf.optim.state import num_outputs
 from hfgolf.system.errors import UserError
@@ -128,7 +128,7 @@ def run_memory(
     rows = 0  # whose mean squares NorMuon keeps
     if optim.name == "muon" and optim.normuon_beta2 is not None:
         of_muon = {name: p for name, p in model.named_parameters() if kinds[name] == "matrix" and p.requires_grad}
-        in_out = layout(model).get("in_out", ())
+        in_out = in_out_matrices(model, kinds)
         rows = sum(num_outputs({"in_out": name in in_out}, p) for name, p in of_muon.items())
     if isinstance(model, GolfForCausalLM):
         passes, golf = _golf_pass(config, model, micro_batch_size, matrices, device), model.config

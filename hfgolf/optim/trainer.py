@@ -1,7 +1,7 @@
 """Muon for transformers' Trainer.
 
 Owns what Trainer's arguments mean for the groups of this optimizer, and which ways to train in parallel it knows.
-groups.py and layout.py decide which rule a parameter follows.
+groups.py decides which rule a parameter follows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from accelerate.state import AcceleratorState
 
 from hfgolf.config.sections import OptimSection
 from hfgolf.optim.groups import build_optimizer
-from hfgolf.optim.layout import layout
 from hfgolf.optim.muon import Muon
 from hfgolf.optim.shards import is_sharded
 from hfgolf.system.errors import UserError
@@ -69,6 +68,6 @@ def _build(model: PreTrainedModel, args: TrainingArguments, settings: dict[str, 
     if not is_known or any(is_sharded(parameter) for parameter in model.parameters()):
         how = "a model that was sharded before" if is_known else "FSDP1" if kind == DistributedType.FSDP else kind.value
         raise UserError(f"muon_for_trainer: no Muon with {how}; train in one process, or several with DDP or FSDP2.")
-    optimizer = build_optimizer(model.named_parameters(), _optim_section(args, settings), **layout(model))
+    optimizer = build_optimizer(model, _optim_section(args, settings))
     optimizer.defaults["lr"] = args.learning_rate  # schedules with a floor (min_lr, lr_end) divide it by this
     return optimizer

@@ -25,7 +25,6 @@ from hfgolf.data.corpus import load_corpus
 from hfgolf.data.tokenizer import embedding_rows, find_tokenizer, tokens_per_byte
 from hfgolf.measure.memory import choose_micro_batch_size
 from hfgolf.optim.groups import build_optimizer
-from hfgolf.optim.layout import layout
 from hfgolf.system.errors import UserError
 from hfgolf.system.hardware import peak_flops, seconds_of
 from hfgolf.system.ranks import decide, gather
@@ -347,7 +346,7 @@ def seconds_per_step(config: RunConfig, vocabulary: int, device: torch.device, n
             fitting = 0
         if (size := min(gather(fitting))) == 0:
             return math.inf
-        optimizer = build_optimizer(model.named_parameters(), config.optim, **layout(model))
+        optimizer = build_optimizer(model, config.optim)
         optimizer.create_state()
         ids = torch.randint(vocabulary, (size, config.batch.sequence_length), device=device)
 

@@ -33,7 +33,6 @@ from hfgolf.measure.memory import expected_bytes
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.ema import Ema
 from hfgolf.optim.groups import build_optimizer, group_rows
-from hfgolf.optim.layout import layout
 from hfgolf.publish.export import supporting_files
 from hfgolf.publish.load import load_model_config
 from hfgolf.run.folder import RunFolder, run_folder
@@ -248,7 +247,7 @@ def _build(
     if config.model.init_from is not None and not origin:
         init_from = load_weights(config, raw_model, tokens)
     announce_model(raw_model, config.batch, micro_batch_size, accelerator, memory)
-    optimizer = build_optimizer(raw_model.named_parameters(), config.optim, **layout(raw_model))
+    optimizer = build_optimizer(raw_model, config.optim)
     for row in group_rows(optimizer):
         logger.debug("%s", ", ".join(f"{key} {value}" for key, value in row.items()))
     support = supporting_files(raw_model, tokens.tokenizer) if accelerator.is_main_process else {}

@@ -295,7 +295,7 @@ def test_checkpoint_has_the_files_of_accelerate(run, tiny_run, tmp_path, monkeyp
     for parameter in model.parameters():
         torch.nn.init.zeros_(parameter)
     config = load_config(arguments).config
-    optimizer = build_optimizer(model.named_parameters(), config.optim, model.fused_projections())
+    optimizer = build_optimizer(model, config.optim)
     model, optimizer = accelerator.prepare(model, optimizer)
     accelerator.load_state(str(ours))
     weights = load_file(ours / "model.safetensors")

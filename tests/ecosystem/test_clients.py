@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 import hfgolf
 from hfgolf.config.sections import RunConfig
-from hfgolf.optim.layout import parameter_kinds
+from hfgolf.optim.groups import parameter_kinds
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.export import export_model
 

@@ -32,7 +32,6 @@ from hfgolf.model.causal_lm import checkpoint_layers
 from hfgolf.model.configuration_golf import _CHOICES, GolfConfig
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import build_optimizer
-from hfgolf.optim.layout import layout
 from hfgolf.system.errors import UserError
 from hfgolf.train.build import build_model
 
@@ -193,7 +192,7 @@ def test_a_plan_counts_the_chunks_that_the_card_will_have():
 def test_update_memory_matches_orthogonalization(options):
     golf = GolfConfig(vocab_size=300, hidden_size=128, num_hidden_layers=6, **options)
     model = GolfForCausalLM(golf)
-    optimizer = build_optimizer(model.named_parameters(), OptimSection(newton_schulz_dtype="fp32"), {})
+    optimizer = build_optimizer(model, OptimSection(newton_schulz_dtype="fp32"))
     optimizer.create_state()
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
@@ -217,7 +216,7 @@ def test_frozen_weights_have_no_gradient_and_no_state(architecture, optimizer):
     frozen = [name for name in names if "embed" in name or ".wte" in name or ".0." in name]
     model = build_model(config, 300, "cpu", frozen)
     whole, memory = (run_memory(config, each, 1, 1, "cpu") for each in (build_model(config, 300, "cpu"), model))
-    built = build_optimizer(model.named_parameters(), config.optim, **layout(model))
+    built = build_optimizer(model, config.optim)
     built.create_state()
     assert sum(len(group["params"]) for group in built.param_groups) == len(names) - len(frozen)
     state = sum(value.numel() for each in built.state.values() for value in each.values() if value.ndim)
@@ -271,7 +270,7 @@ def test_prediction_matches_gpu_allocations(checkpointing):
     config = gpu_config(tokens_per_step=16 * 1024).replace(model__gradient_checkpointing=checkpointing)
     with torch.device("cuda"):
         model = build_model(config, 50_257, "cuda").train()
-    optimizer = build_optimizer(model.named_parameters(), config.optim, model.fused_projections())
+    optimizer = build_optimizer(model, config.optim)
     optimizer.create_state()
     torch.cuda.reset_peak_memory_stats()
     ids = torch.zeros(8, 1024, dtype=torch.long, device="cuda")

@@ -48,7 +48,6 @@ def follow_storages(monkeypatch: pytest.MonkeyPatch, live: LiveBytes) -> None:
 def test_fsdp2_needs_what_is_predicted(fake_world, monkeypatch, batch):
     golf = GolfConfig(vocab_size=512, hidden_size=256, num_hidden_layers=4, num_attention_heads=4)
     model = GolfForCausalLM(golf)
-    fused = model.fused_projections()
     config = RunConfig(
         batch=BatchSection(sequence_length=64, tokens_per_step=batch * 64 * RANKS),
         optim=OptimSection(ema_decay=0.9),
@@ -59,7 +58,7 @@ def test_fsdp2_needs_what_is_predicted(fake_world, monkeypatch, batch):
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    optimizer = build_optimizer(model.named_parameters(), OptimSection(newton_schulz_dtype="fp32"), fused)
+    optimizer = build_optimizer(model, OptimSection(newton_schulz_dtype="fp32"))
     optimizer.create_state()
     weights = list(model.parameters())
     state = [value for values in optimizer.state.values() for value in values.values()]

@@ -83,7 +83,7 @@ def train_sharded(case: str, rank: int, ranks: int) -> dict[str, torch.Tensor]:
         fully_shard(model)
 
     def build() -> Muon:
-        return build_optimizer(model.named_parameters(), SHARDED[case], model.fused_projections())
+        return build_optimizer(model, SHARDED[case])
 
     optimizer = build()
     for step in range(STEPS):

@@ -56,7 +56,6 @@ def train_and_score() -> dict[str, str]:
     from hfgolf.model.modeling_golf import GolfForCausalLM
     from hfgolf.optim.ema import Ema
     from hfgolf.optim.groups import build_optimizer
-    from hfgolf.optim.layout import layout
     from hfgolf.optim.schedule import apply_schedule
     from hfgolf.train.loop import gradient_norm
 
@@ -65,7 +64,7 @@ def train_and_score() -> dict[str, str]:
     places: dict[str, str] = {}
     with FakeTensorMode(), torch.device("mps"), RefuseFp64():
         model = GolfForCausalLM(config).train()
-        optimizer = build_optimizer(model.named_parameters(), OptimSection(), **layout(model))
+        optimizer = build_optimizer(model, OptimSection())
         ema = Ema(model.named_parameters(), 0.99)
         ids = torch.zeros(4, 32, dtype=torch.long)
         loss = model(ids, shift_labels=ids).loss  # with its gradients; a backward pass cannot run on fake tensors
