@@ -1,10 +1,7 @@
 """Predict the memory of training from shapes, choose a micro-batch that fits, and measure memory use.
 
-Why formulas, and not a real step on torch's fake tensors: for twelve steps (5 M to 124 M parameters, fp32 and bf16,
-with and without checkpointing, up to 131,072 tokens) the two peaks agree within 8 %, less than a heap loses to
-fragmentation. But a step on fake tensors takes 0.5 to 8 s instead of 0.01 s, and set-up and `hfgolf plan` predict up
-to a dozen. It also cannot predict a GPU unless torch was built for one, and `hfgolf plan` does that on a laptop.
-Architectures other than Golf have no formulas here; for their passes, fake_pass.py runs that step.
+Golf has formulas, because a step on torch's fake tensors, whose peak is the same within 8 %, takes 0.5 to 8 s, and
+cannot predict a GPU unless torch was built for one. For other architectures, fake_pass.py runs that step.
 """
 
 from __future__ import annotations
@@ -50,17 +47,10 @@ MAX_CHUNK_SHARE = 1 / 64
 MAX_CHUNK_ELEMENTS = 2**29
 # The rest is for the allocator, the kernels' workspaces and other programs.
 USABLE_SHARE = 0.8
-# The heap that glibc loses to fragmentation: a constant, plus a share of what each step allocates and frees.
-# - Cause: torch aligns tensors with posix_memalign, which takes a block 96 bytes larger than needed and returns the
-#   rest. Small objects settle in that rest, so the hole that a tensor leaves is too small for the next one of its size
-#   (sourceware bug 30723).
-# - Evidence: replaying the allocations of three steps of configs/small.yaml in bf16 (508 MB live at the peak) with
-#   glibc 2.36 took 786 MB of heap with posix_memalign and 548 MB with malloc.
-# - No setting fixes it for free: with mmap for blocks from 2 MB up, the peak is 633 MB, but each step page-faults
-#   0.9 GB.
-# - Accuracy: over the ten runs of benchmarks/memory_prediction.py (5 M to 124 M parameters, fp32 and bf16) on three
-#   machines, predictions with these constants were 0.85 to 1.29 times the measured peak, at least seven of ten within
-#   15 %. The share varied from 0.1 to 1.2. Other versions of glibc were not measured.
+# The heap that glibc loses to fragmentation: a constant, plus a share of what each step allocates and frees. The hole
+# that a tensor leaves is too small for the next one of its size, because small objects settle in the rest of the block
+# that posix_memalign takes (sourceware bug 30723; benchmarks/README.md). Predictions were 0.85 to 1.29 times the
+# measured peak (benchmarks/memory_prediction.py).
 FRAGMENTED_BYTES, FRAGMENTED_SHARE = 150_000_000, 0.6
 
 
@@ -111,12 +101,9 @@ def run_memory(
 
     Weights, gradients, averages and state are fp32: 4 bytes per parameter each, and 8 for the state of AdamW, or half
     of that for a state in bf16 (Rajbhandari et al. 2020, "ZeRO", section 3.1; unlike there, 16-bit weights exist only
-    during a pass). NorMuon adds 4 bytes for each row of a matrix. Activations of Golf are counted by `block_bytes`, and
-    its peak of a pass is within 5 % of the live memory on torch's fake tensors, for CUDA and for the CPU; those of
-    other architectures are measured on fake tensors, with 16-bit copies of weights and the loss among them. Under
-    FSDP2, a pass also holds whole weights (`_gathered_bytes`), and the update whole directions of Muon's matrices;
-    checked on fake processes, not yet measured on a GPU. Not included: a GPU's context and workspaces (about 0.5 GB)
-    and, on a CPU, `fragmented_bytes`.
+    during a pass). NorMuon adds 4 bytes for each row of a matrix. Under FSDP2, a pass also holds whole weights, and the
+    update whole directions of Muon's matrices. Not included: a GPU's context and workspaces (about 0.5 GB) and, on a
+    CPU, `fragmented_bytes`.
     """
     optim, kinds = config.optim, parameter_kinds(model)
     named = [(p, kinds[name] == "matrix" and p.ndim == 2) for name, p in model.named_parameters()]
@@ -462,11 +449,7 @@ def choose_micro_batch_size(
 
 
 def evaluation_batch_size(model: PreTrainedModel, sequence_length: int, device: str, free_bytes: int) -> int:
-    """Return how many windows an evaluation runs at once: as many tokens as are fast, if they fit in the free memory.
-
-    On a CPU, 5 M parameters evaluate 12,200 tokens per second of one core (AMX, bf16) at 2,048 tokens, 8,600 at 256 and
-    8,100 at 16,384; bf16 is 1.8 times as fast as fp32.
-    """
+    """Return how many windows an evaluation runs at once: as many tokens as are fast and fit in the free memory."""
     logits = 0 if takes_shift_labels(model) else 3 * 4 * model.config.get_text_config().vocab_size  # and their softmax
     width = next(model.get_input_embeddings().parameters()).shape[1]
     per_token = logits + 100 * width  # of one layer at a time: its input, queries, keys, values and an MLP of 4 x width
