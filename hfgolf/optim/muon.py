@@ -7,7 +7,9 @@ the learning rate changes during a run (schedule.py): it reads plain numbers fro
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +18,6 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
-from hfgolf.optim.matrices import Split, bucket_by_shape, matrix_views
 from hfgolf.optim.orthogonalize import MIN_NORM, newton_schulz_polynomials, orthogonalize
 from hfgolf.optim.shards import full_tensor, is_sharded, local_shards, shard_like
 from hfgolf.optim.state import (
@@ -34,6 +35,7 @@ from hfgolf.system.hardware import fast_product_dtype
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
+Split = tuple[int, ...] | None
 Piece = tuple[Tensor, Tensor, State, Split]
 FUSED_DEVICES = ("cpu", "cuda", "mps", "xpu")
 PRODUCT_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -353,11 +355,11 @@ def _add_orthogonal(
     """Add the orthogonal updates to params. buffers: momentum to interpolate with grads, or [] to use grads alone."""
     in_out = group["in_out"]
     param_views, grad_views, buffer_views, mean_square_views = (
-        matrix_views(tensors, splits, in_out) if tensors else [] for tensors in (params, grads, buffers, mean_squares)
+        _matrix_views(tensors, splits, in_out) if tensors else [] for tensors in (params, grads, buffers, mean_squares)
     )
     rank, ranks = (dist.get_rank(process_group), dist.get_world_size(process_group)) if process_group else (0, 1)
     max_elements = MAX_BUCKET_ELEMENTS.get(params[0].device.type, DEFAULT_MAX_BUCKET_ELEMENTS)
-    for bucket in bucket_by_shape(tuple((view.shape, view.device) for view in param_views), max_elements, ranks):
+    for bucket in _bucket_by_shape(tuple((view.shape, view.device) for view in param_views), max_elements, ranks):
         share = math.ceil(len(bucket) / ranks)
         own = (bucket + bucket[-1:] * share * ranks)[rank * share : (rank + 1) * share]  # padded with the last
         directions = [grad_views[i] for i in own]
@@ -373,6 +375,37 @@ def _add_orthogonal(
             factors = _row_factors(rows, [mean_square_views[i] for i in bucket], group["normuon_beta2"])
             updates.mul_(factors.mT if in_out else factors)
         torch._foreach_add_([param_views[i] for i in bucket], updates.unbind(), alpha=-group["lr"] * scale)
+
+
+def _matrix_views(tensors: list[Tensor], splits: list[Split], in_out: bool) -> list[Tensor]:
+    """Return each tensor as one matrix view, (out, rest) or (in, out), or as one view per matrix fused in it.
+
+    A one-dimensional tensor holds one value per output.
+    """
+    views: list[Tensor] = []
+    for tensor, split in zip(tensors, splits, strict=True):
+        matrix = tensor if tensor.ndim <= 2 else tensor.view(len(tensor), -1)  # a view: updates to a copy would be lost
+        views += matrix.split(split, dim=1 if in_out and matrix.ndim == 2 else 0) if split else (matrix,)
+    return views
+
+
+@lru_cache(maxsize=64)
+def _bucket_by_shape(
+    shapes_and_devices: tuple[tuple[torch.Size, torch.device], ...], max_elements: int, ranks: int
+) -> list[list[int]]:
+    """Divide the indices of the given matrices into buckets of one shape on one device.
+
+    max_elements: elements per rank in one bucket, which `ranks` ranks share; at least one matrix per rank always fits.
+    """
+    equal: dict[tuple[torch.Size, torch.device], list[int]] = defaultdict(list)
+    for index, shape_and_device in enumerate(shapes_and_devices):
+        equal[shape_and_device].append(index)
+    buckets = []
+    for (shape, _), indices in equal.items():
+        max_matrices = ranks * max(1, max_elements // shape.numel())
+        size = math.ceil(len(indices) / math.ceil(len(indices) / max_matrices))
+        buckets += [indices[start : start + size] for start in range(0, len(indices), size)]
+    return buckets
 
 
 def _orthogonal(directions: list[Tensor], group: Group) -> Tensor:
