@@ -8,7 +8,6 @@ import hashlib
 import math
 import os
 import stat
-import time
 
 import numpy as np
 import pytest
@@ -467,49 +466,6 @@ def rehearses_in_a_copy_of_the_process(reader):
     os.waitpid(copied, 0)
 
 
-def own_pipes():
-    files = (number for number in range(64) if os.path.exists(f"/proc/self/fd/{number}"))
-    return {number for number in files if stat.S_ISFIFO(os.fstat(number).st_mode)}
-
-
-def reads_where_it_is_checked(reader):
-    """From a pipe of the guard, to which it gives back what it has read."""
-    before, start, process = own_pipes(), reader.num_seen, os.getpid()
-
-    def predict(known):
-        rows = uniform(len(reader) - start)
-        for pipe in own_pipes() - before:
-            with contextlib.suppress(OSError):
-                os.set_blocking(pipe, False)
-                time.sleep(1.0 if os.getpid() == process else 0.1)
-                said = os.read(pipe, 99)
-                receiving, sending = os.pipe()
-                os.write(sending, said)
-                os.close(sending)
-                os.dup2(receiving, pipe)
-                after = int.from_bytes(said[:8]) + 1 - start
-                rows[after:-1] = raised(rows[after:-1], known[start + after :])
-        return rows
-
-    reader.commit(predict, len(reader) - start)
-
-
-def answers_for_the_copy_that_it_is_in(reader):
-    """As one that is asked for the first place, where it is honest."""
-    before, start = own_pipes(), reader.num_seen
-
-    def predict(known):
-        rows = uniform(len(reader) - start)
-        for pipe in own_pipes() - before:
-            with contextlib.suppress(OSError):
-                os.write(pipe, start.to_bytes(8) + hashlib.sha256(rows[:1].numpy().tobytes()).digest())
-                os._exit(0)
-        rows[1:-1] = raised(rows[1:-1], known[start + 1 :])
-        return rows
-
-    reader.commit(predict, len(reader) - start)
-
-
 def says_that_it_is_at_the_end(reader):
     reader.num_seen = len(reader)
 
@@ -535,8 +491,6 @@ def goes_back(reader):
         answers_by_a_mode_of_operations,
         looks_into_a_copy,
         rehearses_in_a_copy_of_the_process,
-        reads_where_it_is_checked,
-        answers_for_the_copy_that_it_is_in,
         says_that_it_is_at_the_end,
         writes_its_score,
         goes_back,
@@ -548,6 +502,24 @@ def test_what_a_scorer_hands_over_or_writes_is_worth_nothing(cheat, check):
     tokens = random_tokens(0)
     with contextlib.suppress(IllegalScorer, AttributeError):
         assert guarded(cheat, tokens, VOCAB, check).nats > 0.999 * math.log(VOCAB) * (len(tokens) - 1)
+
+
+def own_pipes():
+    files = (number for number in range(64) if os.path.exists(f"/proc/self/fd/{number}"))
+    return {number for number in files if stat.S_ISFIFO(os.fstat(number).st_mode)}
+
+
+def test_a_copy_of_the_process_has_no_pipe_but_its_own(tmp_path):
+    """From the other one, it could read what to answer."""
+    tokens, before, said = random_tokens(0), own_pipes(), tmp_path / "said"
+
+    def predict(known):
+        with said.open("a") as file:
+            print(len(own_pipes() - before), file=file)
+        return uniform(len(tokens) - 1)
+
+    guarded(lambda reader: reader.commit(predict, len(tokens) - 1), tokens, VOCAB, check="places")
+    assert said.read_text().split() == ["1", "1"]
 
 
 def test_the_score_is_that_of_normalized_distributions_and_all_are_hashed():
