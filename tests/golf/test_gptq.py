@@ -168,21 +168,6 @@ def loss_of(integers, steps, weight, feedback):
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
-@pytest.mark.parametrize(("rows", "columns"), [(12, 24), (20, 150), (1, 9), (9, 1)])
-def test_descent_lowers_the_loss(rows, columns, both_ways, sweeps):
-    for seed in range(5):
-        arguments = case(seed, rows, columns, both_ways)
-        losses = []
-        for number in (0, 1, 3):
-            sweeps(number)
-            rounded = round_with_feedback(*arguments)
-            losses.append(loss_of(rounded.integers, rounded.steps(), arguments[0], arguments[-1]))
-        assert losses[2] <= losses[1] * (1 + 1e-9) and losses[1] <= losses[0] * (1 + 1e-9)
-        if min(rows, columns) > 1:
-            assert losses[2] < 0.9999 * losses[0]
-
-
-@pytest.mark.parametrize("both_ways", [False, True])
 def test_after_descent_no_single_change_lowers_the_loss(both_ways, sweeps):
     sweeps(50)
     for seed in range(10):
@@ -224,7 +209,7 @@ def plain_descent(integers, steps, weight, feedback, sweeps):
 
 
 @pytest.mark.parametrize("both_ways", [False, True])
-@pytest.mark.parametrize(("rows", "columns"), [(10, 20), (30, 300), (150, 140)])
+@pytest.mark.parametrize(("rows", "columns"), [(10, 20), (30, 300), (150, 140), (1, 9), (9, 1)])
 def test_descent_equals_the_plain_implementation(rows, columns, both_ways, sweeps):
     weight, row_codes, feedback = case(rows, rows, columns, both_ways)
     sweeps(0)
@@ -232,7 +217,7 @@ def test_descent_equals_the_plain_implementation(rows, columns, both_ways, sweep
     sweeps(2)
     after = round_with_feedback(weight, row_codes, feedback)
     expected = plain_descent(before.integers, before.steps(), weight, feedback, 2)
-    assert (expected != before.integers).any()
+    assert (expected != before.integers).any() or min(rows, columns) == 1
     np.testing.assert_array_equal(after.integers, expected)
 
 

@@ -165,6 +165,7 @@ def test_what_is_not_on_a_grid_is_tuned_and_the_model_is_left_as_it_is(tmp_path)
     many = pack(model, batches(64), 30_000, tmp_path / "many")
     few = pack(model, batches(64)[:7], 30_000, tmp_path / "few", held_out=batches(64))  # too few to hold one out
     assert many.loss_after < few.loss_after
+    assert 0.97 * 30_000 <= many.num_bytes <= 30_000, "tuned integers are smaller, too"
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     vectors = {name: value.detach() for name, value in model.named_parameters() if value.ndim < 2}
     for folder, is_tuned in (("many", True), ("few", False)):

@@ -143,19 +143,6 @@ def test_linear_scaling_at_load_time_reads_each_position_between_the_trained_one
         GolfForCausalLM.from_pretrained(tmp_path, rope_parameters=rope | {"rope_type": "dynamic"})
 
 
-def test_training_without_padding_runs_causal_sdpa_without_a_mask(build_golf, token_ids, monkeypatch):
-    calls = []
-    attend = F.scaled_dot_product_attention
-
-    def spy(*args, **kwargs):
-        calls.append((kwargs["attn_mask"], kwargs["is_causal"]))
-        return attend(*args, **kwargs)
-
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
-    build_golf().train()(token_ids, labels=token_ids)
-    assert calls == [(None, True)] * 2
-
-
 def test_gradient_checkpointing_changes_neither_loss_nor_gradients(build_golf, token_ids):
     results = []
     for is_checkpointed in (False, True):

@@ -195,19 +195,17 @@ def test_what_divides_matrices_is_refused(kind, said, tmp_path, monkeypatch):
         trainer.create_optimizer()
 
 
-def test_a_model_without_a_known_head_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (lambda: nn.Linear(2, 2), "Linear is no model of transformers"),
+        (lambda: MODELS["gpt2"]().requires_grad_(False), "all of its parameters are frozen"),
+    ],
+)
+def test_a_model_that_it_cannot_train_is_refused(build, said, tmp_path):
     args = arguments(tmp_path)
-    trainer = Trainer(nn.Linear(2, 2), args, optimizer_cls_and_kwargs=muon_for_trainer(args))
-    with pytest.raises(UserError, match="Linear is no model of transformers"):
-        trainer.create_optimizer()
-
-
-def test_a_model_whose_parameters_are_all_frozen_is_refused(tmp_path):
-    args = arguments(tmp_path)
-    frozen = MODELS["gpt2"]().requires_grad_(False)
-    trainer = Trainer(frozen, args, optimizer_cls_and_kwargs=muon_for_trainer(args))
-    with pytest.raises(UserError, match="all of its parameters are frozen"):
-        trainer.create_optimizer()
+    with pytest.raises(UserError, match=said):
+        Trainer(build(), args, optimizer_cls_and_kwargs=muon_for_trainer(args)).create_optimizer()
 
 
 def test_the_example_of_the_docs_runs(tmp_path, monkeypatch):
