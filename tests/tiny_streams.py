@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from tokenizers import Tokenizer, decoders, models, normalizers, trainers
+from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast
 
 from hfgolf.config.sections import DataSection, TokenizerSection
@@ -32,6 +33,29 @@ class ListedStream:
 
     def read(self, places: np.ndarray) -> np.ndarray:
         return self.tokens[places]
+
+
+class CausalSum(torch.nn.Module):
+    """A causal model whose logits depend on all inputs so far, and on their order."""
+
+    def __init__(self, vocab_size: int, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embedding, self.head = torch.nn.Embedding(vocab_size, 16), torch.nn.Linear(16, vocab_size)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        places = torch.arange(1, inputs.shape[-1] + 1)[:, None]
+        return self.head((self.embedding(inputs) * places).cumsum(-2).tanh())
+
+
+@torch.no_grad()
+def plain_nats(logits: Callable[[torch.Tensor], torch.Tensor], tokens: np.ndarray, windows: Any) -> float:
+    """Return the nats of windows, each its first input, first target and last target, one after the other."""
+    ids, total = torch.from_numpy(tokens.astype(np.int64)), 0.0
+    for begin, first, last in windows:
+        losses = F.cross_entropy(logits(ids[None, begin:last])[0], ids[begin + 1 : last + 1], reduction="none")
+        total += losses[first - begin - 1 :].double().sum().item()
+    return total
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from tiny_streams import plain_nats
 from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -44,18 +45,6 @@ def test_bits_per_byte_is_nats_over_ln_2_over_bytes():
     assert math.isnan(Evaluation(nats=2.0, num_tokens=2, num_bytes=0).bits_per_byte)
 
 
-@torch.no_grad()
-def plain_nats(model, stream, windows):
-    """Return the nats of windows, each its first input, first target and last target, one after the other."""
-    tokens, nats = torch.from_numpy(stream.tokens.astype("int64")), 0.0
-    for begin, first, last in windows:
-        losses = F.cross_entropy(
-            model.eval()(tokens[None, begin:last]).logits[0], tokens[begin + 1 : last + 1], reduction="none"
-        )
-        nats += losses[first - begin - 1 :].sum().item()
-    return nats
-
-
 @pytest.mark.parametrize("length", [1, 5, 8, 10, 52, 63, 64, 100])
 def test_per_document_is_each_document_by_itself(build_model, stream, accelerator, tokenizer, length):
     """The stream holds documents of 52 and 10 tokens; tests/ecosystem compares with lm-eval itself."""
@@ -68,7 +57,8 @@ def test_per_document_is_each_document_by_itself(build_model, stream, accelerato
     plan, num_bytes = plan_documents(stream, tokenizer, length)
     evaluation = evaluate_plan(model, stream, accelerator, plan, num_bytes, batch_size=3)
     assert (evaluation.num_tokens, evaluation.num_bytes) == (62, 69)
-    assert evaluation.nats == pytest.approx(plain_nats(model, stream, windows), rel=1e-6)
+    nats = plain_nats(lambda ids: model(ids).logits, stream.tokens, windows)
+    assert evaluation.nats == pytest.approx(nats, rel=1e-6)
 
 
 @pytest.mark.parametrize("budget", [None, 60, 52, 19, 1])
@@ -80,7 +70,8 @@ def test_loss_is_the_plain_sum_over_whole_pieces(build_model, stream, accelerato
     settings = {"sequence_length": 8, "batch_size": batch_size, "budget_tokens": budget}
     evaluation = evaluate_loss(model, stream, accelerator, **settings)
     assert (evaluation.num_tokens, evaluation.num_bytes) == (num_targets, num_bytes)
-    assert evaluation.nats == pytest.approx(plain_nats(model, stream, windows), rel=1e-6)
+    nats = plain_nats(lambda ids: model(ids).logits, stream.tokens, windows)
+    assert evaluation.nats == pytest.approx(nats, rel=1e-6)
 
 
 def test_foreign_model_is_evaluated_by_its_own_loss(stream, accelerator):

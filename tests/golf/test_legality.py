@@ -12,6 +12,7 @@ import stat
 import numpy as np
 import pytest
 import torch
+from tiny_streams import CausalSum
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -31,23 +32,6 @@ def random_tokens(seed, number=61):
     return tokens
 
 
-def random_model(seed):
-    """Return a causal model: each logit depends on all inputs so far, and on their order."""
-    torch.manual_seed(seed)
-    embedding, head = torch.nn.Embedding(VOCAB, 16), torch.nn.Linear(16, VOCAB)
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding, self.head = embedding, head
-
-        def forward(self, inputs):
-            places = torch.arange(1, inputs.shape[-1] + 1)[:, None]
-            return self.head((self.embedding(inputs) * places).cumsum(-2).tanh())
-
-    return Model()
-
-
 class Changed:
     """A reader whose scorer's distributions are changed on their way: rows = change(rows, tokens, start)."""
 
@@ -61,7 +45,7 @@ class Changed:
 
 def windows(seed, *, stride=8, batch_size=1, change=None):
     """Return a scorer with sliding windows of 16 tokens."""
-    model = random_model(seed)
+    model = CausalSum(VOCAB, seed)
 
     def scorer(reader):
         plan = plan_windows("sliding", len(reader), 16, stride)
@@ -77,7 +61,7 @@ def flat(seed):
 
 def adapts(seed):
     """Test-time training: of weights, and of the votes of n-grams."""
-    model = random_model(seed)
+    model = CausalSum(VOCAB, seed)
 
     def scorer(reader):
         learner = Learner(model, [*model.parameters()], 0.03)
