@@ -115,23 +115,21 @@ def size_of(tensors):
     return 100 + round(0.9 * sum(entropy_bits(one.integers) * one.integers.size / 8 for one in tensors.values()))
 
 
+def fill(small_model, budget, overhead=0, size_of=size_of, **options):
+    model, curvature = small_model
+    return quantize_model(
+        matrices(model), curvature, budget_bytes=budget, overhead_bytes=overhead, size_of=size_of, **options
+    )
+
+
 @pytest.mark.parametrize("allocation", ["curvature", "sdclip", "uniform"])
 @pytest.mark.parametrize("method", ["gptq", "nearest"])
 @pytest.mark.parametrize("bits", [1.5, 7])
 def test_quantized_model_fills_the_budget(small_model, allocation, method, bits):
-    model, curvature = small_model
+    model, _ = small_model
     budget = 3000 + round(sum(w.size for w in matrices(model).values()) * bits / 8)
     codings = list[str]()
-    quantized = quantize_model(
-        matrices(model),
-        curvature,
-        budget_bytes=budget,
-        overhead_bytes=3000,
-        size_of=size_of,
-        method=method,
-        allocation=allocation,
-        progress=codings.append,
-    )
+    quantized = fill(small_model, budget, 3000, method=method, allocation=allocation, progress=codings.append)
     assert 0.995 * budget <= quantized.size_bytes <= budget
     assert quantized.size_bytes == 3000 + size_of(quantized.tensors)
     assert len(codings) <= 5
@@ -141,16 +139,10 @@ def test_quantized_model_fills_the_budget(small_model, allocation, method, bits)
 
 @pytest.mark.slow
 def test_a_real_artifact_of_half_a_bit_per_weight_lands_in_the_last_half_percent_of_the_budget(small_model):
-    model, curvature = small_model
+    model, _ = small_model
     encode = model_encoder(model)
     budget = 7000 + round(sum(weight.size for weight in matrices(model).values()) * 0.5 / 8)
-    quantized = quantize_model(
-        matrices(model),
-        curvature,
-        budget_bytes=budget,
-        overhead_bytes=7000,
-        size_of=lambda tensors: len(encode(tensors).data),
-    )
+    quantized = fill(small_model, budget, 7000, lambda tensors: len(encode(tensors).data))
     assert 0.995 * budget <= quantized.size_bytes <= budget
     assert quantized.size_bytes == 7000 + len(encode(quantized.tensors).data)
 
@@ -162,8 +154,7 @@ def test_curvature_and_passing_errors_on_lower_the_predicted_loss_at_any_size(sm
     budget = round(sum(weight.size for weight in weights.values()) * bits / 8)
 
     def loss(method: str, allocation: str) -> float:
-        options = {"method": method, "allocation": allocation, "size_of": size_of}
-        tensors = quantize_model(matrices(model), curvature, budget_bytes=budget, overhead_bytes=0, **options).tensors
+        tensors = fill(small_model, budget, method=method, allocation=allocation).tensors
         return sum(curvature[name].loss_increase(one.dequantized() - weights[name]) for name, one in tensors.items())
 
     least = loss("gptq", "curvature")
@@ -171,35 +162,24 @@ def test_curvature_and_passing_errors_on_lower_the_predicted_loss_at_any_size(sm
 
 
 def test_too_small_budget_error_names_the_bytes_needed(small_model):
-    model, curvature = small_model
     with pytest.raises(UserError, match=r"^budget_bytes: 5,650 is too small: .* still takes \S+ bytes") as said:
-        quantize_model(matrices(model), curvature, budget_bytes=5650, overhead_bytes=5500, size_of=size_of)
+        fill(small_model, 5650, 5500)
     needed = int(str(said.value).split("takes ")[1].split(" ")[0].replace(",", ""))
-    quantized = quantize_model(
-        matrices(model), curvature, budget_bytes=round(1.05 * needed), overhead_bytes=5500, size_of=size_of
-    )
-    assert quantized.size_bytes <= 1.05 * needed
+    assert fill(small_model, round(1.05 * needed), 5500).size_bytes <= 1.05 * needed
 
 
 def test_too_large_budget_reports_the_free_bytes(small_model):
-    model, curvature = small_model
-    quantized = quantize_model(matrices(model), curvature, budget_bytes=10**6, overhead_bytes=0, size_of=size_of)
+    quantized = fill(small_model, 10**6)
     assert len(quantized.findings) == 1 and f"{10**6 - quantized.size_bytes:,} bytes stay free" in quantized.findings[0]
-    for name, weight in matrices(model).items():
+    for name, weight in matrices(small_model[0]).items():
         error = quantized.tensors[name].dequantized() - weight
         assert np.sqrt(np.square(error).mean()) < 2e-2 * np.sqrt(np.square(weight).mean())
 
 
 def test_no_step_is_coded_twice_when_the_size_jumps_over_the_budget(small_model):
-    (model, curvature), codings = small_model, list[str]()
-    quantized = quantize_model(
-        matrices(model),
-        curvature,
-        budget_bytes=9000,
-        overhead_bytes=0,
-        size_of=lambda tensors: size_of(tensors) + 300 * (size_of(tensors) > 8850),
-        progress=codings.append,
-    )
+    codings = list[str]()
+    jumping = lambda tensors: size_of(tensors) + 300 * (size_of(tensors) > 8850)  # noqa: E731
+    quantized = fill(small_model, 9000, size_of=jumping, progress=codings.append)
     assert len({line.partition(": ")[2] for line in codings}) == len(codings)
     free = 9000 - quantized.size_bytes
     assert quantized.findings == [f"No step came closer to the budget: {free:,} bytes stay free."]
@@ -210,9 +190,7 @@ def test_fresh_model_with_zero_projections_can_be_rounded():
     ids = torch.arange(96).view(2, 48)
     curvature = measure_curvature(model, [{"input_ids": ids[:, :-1], "shift_labels": ids[:, 1:]}])
     for allocation in ("curvature", "sdclip", "uniform"):
-        quantized = quantize_model(
-            matrices(model), curvature, budget_bytes=4000, overhead_bytes=0, size_of=size_of, allocation=allocation
-        )
+        quantized = fill((model, curvature), 4000, allocation=allocation)
         assert quantized.size_bytes <= 4000
         assert not quantized.tensors["model.layers.0.self_attn.o_proj.weight"].integers.any()
         if allocation == "curvature":  # no gradient gets past a projection that is zero

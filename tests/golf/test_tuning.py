@@ -9,9 +9,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.pytorch_utils import Conv1D
 
 from hfgolf.golf import tuning
-from hfgolf.golf.curvature import calibration_batches, grid_layers, total_loss
+from hfgolf.golf.curvature import calibration_batches, grid_layers, measure_curvature, total_loss
 from hfgolf.golf.export import tuning_batches
 from hfgolf.golf.grid import round_nearest, row_codes_of
+from hfgolf.golf.packing import StateCoding, fill
 from hfgolf.golf.quantize import matrices
 from hfgolf.golf.source import run_source
 from hfgolf.golf.tuning import HELD_OUT, tune
