@@ -17,8 +17,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+from hfgolf.config.sections import RunConfig
 from hfgolf.measure.flops import attention_contexts
 from hfgolf.model.causal_lm import add_loss, checkpoint_layers
 from hfgolf.system.wording import first_line
@@ -56,33 +57,27 @@ class LiveBytes(TorchDispatchMode):
         return result
 
 
-def pass_bytes(
-    config: PreTrainedConfig,
-    batch: int,
-    sequence: int,
-    precision: str,
-    checkpointing: bool,
-    device: str,
-    frozen: tuple[str, ...],
-) -> tuple[int, int]:
+def pass_bytes(config: RunConfig, model: PreTrainedModel, batch: int, device: str) -> tuple[int, int]:
     """Return the bytes of a pass over `batch` sequences that live between forward and backward pass, and the peak.
 
     They are those of one sequence and of two, continued on a line, without weights and earlier gradients; the peak is
     with new gradients.
 
-    precision: no, bf16 or fp16. device: cuda or cpu; a GPU that torch was not built for is predicted as a CPU. frozen:
-    the names of parameters without a gradient. If the model cannot run on fake tensors, warns once and returns 0 bytes.
+    config: its precision must be decided. device: cuda or cpu; a GPU that torch was not built for is predicted as a
+    CPU. If the model cannot run on fake tensors, warns once and returns 0 bytes.
     """
     device = device if device == "cpu" or torch.cuda.is_available() else "cpu"
-    rows = 1
-    row = getattr(config, "chunk_size", _ROW_OF_RECURRENT_LAYERS)  # Mamba-2 pads shorter rows
-    if not attention_contexts(config, sequence) and sequence > row:
+    rows, sequence = 1, config.batch.sequence_length
+    row = getattr(model.config, "chunk_size", _ROW_OF_RECURRENT_LAYERS)  # Mamba-2 pads shorter rows
+    if not attention_contexts(model.config, sequence) and sequence > row:
         rows, sequence = -(-sequence // row), row
-    shape = json.dumps(config.to_dict(), sort_keys=True, default=str)
-    one = _measure(shape, (rows, sequence), precision, checkpointing, device, frozen)
+    shape = json.dumps(model.config.to_dict(), sort_keys=True, default=str)
+    frozen = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
+    settings = str(config.train.mixed_precision), config.model.gradient_checkpointing, device, frozen
+    one = _measure(shape, (rows, sequence), *settings)
     if batch == 1:
         return one
-    two = _measure(shape, (2 * rows, sequence), precision, checkpointing, device, frozen)
+    two = _measure(shape, (2 * rows, sequence), *settings)
     kept, peak = (first + (batch - 1) * (second - first) for first, second in zip(one, two, strict=True))
     return kept, peak
 

@@ -122,7 +122,8 @@ def run_memory(
         ups = 2 if golf.activation == "swiglu" else 1
         largest = golf.num_hidden_layers * golf.hidden_size * max(4 * golf.hidden_size, ups * golf.intermediate_size)
     else:
-        passes, is_sharded = _fake_pass(config, model, micro_batch_size, device), False
+        kept, peak = pass_bytes(config, model, micro_batch_size, device)
+        passes, is_sharded = _Pass(0, kept, 0, peak - kept, peak), False
         largest = max((number * shape.numel() for shape, number in trained_shapes.items()), default=0)
     update = _bucket_bytes(largest, device) if optim.name == "muon" else 0
     if optim.cautious_weight_decay:  # a copy of the matrices, and two tensors for their change
@@ -217,14 +218,6 @@ def _golf_pass(config: RunConfig, model: GolfForCausalLM, batch: int, matrices: 
     backward = max(backward + 4 * head, 8 * head + tokens * stream)
     peak = activations + max(casts + loss, casts_in_backward + backward)
     return _Pass(casts, activations, loss, backward, peak)
-
-
-def _fake_pass(config: RunConfig, model: PreTrainedModel, batch: int, device: str) -> _Pass:
-    """Predict a pass of any architecture."""
-    precision, checkpointing = str(config.train.mixed_precision), config.model.gradient_checkpointing
-    frozen = tuple(name for name, parameter in model.named_parameters() if not parameter.requires_grad)
-    kept, peak = pass_bytes(model.config, batch, config.batch.sequence_length, precision, checkpointing, device, frozen)
-    return _Pass(0, kept, 0, peak - kept, peak)
 
 
 def _gathered_bytes(parameters: int, matrix_parameters: int, num_layers: int) -> int:
