@@ -28,7 +28,7 @@ from hfgolf.model.causal_lm import takes_shift_labels
 from hfgolf.model.configuration_golf import GolfConfig
 from hfgolf.model.layers_golf import layer_order
 from hfgolf.model.modeling_golf import GolfForCausalLM, default_chunk_elements
-from hfgolf.optim.groups import in_out_matrices, parameter_kinds
+from hfgolf.optim.groups import parameter_groups, parameter_kinds
 from hfgolf.optim.muon import DEFAULT_MAX_BUCKET_ELEMENTS, MAX_BUCKET_ELEMENTS
 from hfgolf.optim.state import num_outputs
 from hfgolf.system.errors import UserError
@@ -106,26 +106,26 @@ def run_memory(
     CPU, `fragmented_bytes`.
     """
     optim, kinds = config.optim, parameter_kinds(model)
-    named = [(p, kinds[name] == "matrix" and p.ndim == 2) for name, p in model.named_parameters()]
-    parameters = sum(p.numel() for p, _ in named)
-    matrices = sum(p.numel() for p, is_matrix in named if is_matrix)
-    trained = sum(p.numel() for p, _ in named if p.requires_grad)
-    trained_shapes = Counter(p.shape for p, is_matrix in named if is_matrix and p.requires_grad)
-    trained_matrices = sum(number * shape.numel() for shape, number in trained_shapes.items())
-    rows = 0  # whose mean squares NorMuon keeps
-    if optim.name == "muon" and optim.normuon_beta2 is not None:
-        of_muon = {name: p for name, p in model.named_parameters() if kinds[name] == "matrix" and p.requires_grad}
-        in_out = in_out_matrices(model, kinds)
-        rows = sum(num_outputs({"in_out": name in in_out}, p) for name, p in of_muon.items())
+    parameters = sum(p.numel() for p in model.parameters())
+    matrices = sum(p.numel() for name, p in model.named_parameters() if kinds[name] == "matrix" and p.ndim == 2)
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    shapes = Counter[tuple[int, int]]()  # (outputs, inputs) of the trained matrices, those fused in a weight apart
+    for group in parameter_groups(model, optim):
+        for (_, p), split in zip(group["params"], group["splits"], strict=True):
+            if group["kind"] == "matrix" and p.ndim == 2:
+                outputs = num_outputs(group, p)
+                shapes.update((part, p.numel() // outputs) for part in split or (outputs,))
+    trained_matrices = sum(number * outputs * inputs for (outputs, inputs), number in shapes.items())
+    update = rows = 0
+    if optim.name == "muon":
+        update = max((_bucket_bytes(shape, number, device) for shape, number in shapes.items()), default=0)
+        if optim.normuon_beta2 is not None:  # it keeps the mean square of each row
+            rows = sum(number * outputs for (outputs, _), number in shapes.items())
     if isinstance(model, GolfForCausalLM):
-        passes, golf = _golf_pass(config, model, micro_batch_size, matrices, device), model.config
-        ups = 2 if golf.activation == "swiglu" else 1
-        largest = golf.num_hidden_layers * golf.hidden_size * max(4 * golf.hidden_size, ups * golf.intermediate_size)
+        passes = _golf_pass(config, model, micro_batch_size, matrices, device)
     else:
         kept, peak = pass_bytes(config, model, micro_batch_size, device)
         passes, is_sharded = _Pass(0, kept, 0, peak - kept, peak), False
-        largest = max((number * shape.numel() for shape, number in trained_shapes.items()), default=0)
-    update = _bucket_bytes(largest, device) if optim.name == "muon" else 0
     if optim.cautious_weight_decay:  # a copy of the matrices, and two tensors for their change
         update = 4 * trained_matrices + max(update, 8 * trained_matrices)
     kept_numbers = {"muon": 2 * trained - trained_matrices, "adamw": 2 * trained, "sgd": trained}
@@ -339,14 +339,16 @@ def _chunk_bytes(model: GolfConfig, tokens: int, half: bool, device: str, max_el
     return 2 * head + max(logits, 6 * rows * model.vocab_size + summand * head)
 
 
-def _bucket_bytes(elements: int, device: str) -> int:
-    """Return the memory of Newton-Schulz for a bucket of equal matrices with so many elements, or as many as it takes.
+def _bucket_bytes(shape: tuple[int, int], number: int, device: str) -> int:
+    """Return the memory of Newton-Schulz for so many matrices of a shape, or for as many as a bucket takes.
 
-    Per element: 4 bytes for the direction, and in the matmul dtype the matrix, two iterates and, for a square matrix,
-    three Gram matrices.
+    Per element: 4 bytes for the direction, and in the matmul dtype the matrix and two iterates; and three Gram matrices
+    of the short side.
     """
     product_bytes = 4 if device == "cpu" else 2
-    return min(elements, MAX_BUCKET_ELEMENTS.get(device, DEFAULT_MAX_BUCKET_ELEMENTS)) * (4 + 6 * product_bytes)
+    short, long = sorted(shape)
+    in_bucket = max(1, MAX_BUCKET_ELEMENTS.get(device, DEFAULT_MAX_BUCKET_ELEMENTS) // (short * long))
+    return min(number, in_bucket) * short * (long * (4 + 3 * product_bytes) + short * 3 * product_bytes)
 
 
 def expected_bytes(memory: TrainingMemory, device: torch.device) -> int:

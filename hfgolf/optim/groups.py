@@ -8,7 +8,6 @@ of each kind. Sees names and modules, and imports no model.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
@@ -96,12 +95,6 @@ def parameter_kinds(model: Any) -> dict[str, str]:
     return {name: of_weight[id(parameter)] for name, parameter in model.named_parameters()}
 
 
-def in_out_matrices(model: Any, kinds: Mapping[str, str]) -> dict[str, Conv1D]:
-    """Return {name: module} of the matrices that are stored as (in, out). kinds: from `parameter_kinds`."""
-    layers = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Conv1D)}
-    return {name: module for name, module in layers.items() if kinds[name] == "matrix"}
-
-
 def _is_golf(model: Any) -> bool:
     return hasattr(type(model), "fused_projections")  # not through the wrapper of peft, which renames the parameters
 
@@ -115,7 +108,8 @@ def parameter_groups(model: Any, optim: OptimSection) -> list[dict[str, Any]]:
     Raises UserError if a parameter does not have exactly one kind.
     """
     kinds = parameter_kinds(model)
-    in_out = in_out_matrices(model, kinds)
+    layers = {f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, Conv1D)}
+    in_out = {name: layer for name, layer in layers.items() if kinds[name] == "matrix"}
     # GPT-2's c_attn is q, k and v side by side. Other fused projections are not told apart: some interleave the heads.
     c_attn = [name for name, module in in_out.items() if name.endswith("c_attn.weight") and module.nf == 3 * module.nx]
     fused = model.fused_projections() if _is_golf(model) else {name: (in_out[name].nx,) * 3 for name in c_attn}

@@ -375,6 +375,7 @@ def _add_orthogonal(
             factors = _row_factors(rows, [mean_square_views[i] for i in bucket], group["normuon_beta2"])
             updates.mul_(factors.mT if in_out else factors)
         torch._foreach_add_([param_views[i] for i in bucket], updates.unbind(), alpha=-group["lr"] * scale)
+        del updates, rows  # before the next bucket needs memory
 
 
 def _matrix_views(tensors: list[Tensor], splits: list[Split], in_out: bool) -> list[Tensor]:
