@@ -44,11 +44,10 @@ def main() -> None:
     rows = []
     for way in WAYS:
         started_at = time.perf_counter()
-        result = evaluate_text(
-            EvaluationOptions(arguments.model, arguments.files, batch_size=16, mixed_precision="no", **way)
-        )
-        figures = result.figures()
-        del figures["model"]
+        options = EvaluationOptions(arguments.model, arguments.files, batch_size=16, mixed_precision="no", **way)
+        answer = evaluate_text(options)
+        assert answer is not None  # only on other processes
+        figures = {name: figure for name, figure in answer.figures.items() if name != "model"}
         rows.append({"options": way, "seconds": time.perf_counter() - started_at, **figures})
         print(f"{figures['bits_per_byte']:.4f}  {way}", flush=True)
     kept = json.loads(arguments.output.read_text()) if arguments.output.is_file() else {}

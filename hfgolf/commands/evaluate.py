@@ -71,10 +71,8 @@ def main() -> Answer | None:
     parsed.files = parsed.files or files or None
     find_model(parsed.model)
     arguments = {name: value for name, value in vars(parsed).items() if name != "words"}
-    path = arguments.pop("certificate")
     if arguments["tasks"] is not None:
         others = [name for name, value in arguments.items() if value != parser.get_default(name)]
-        others += ["certificate"] * (path is not None)
         for name in set(others).difference(_FOR_TASKS):
             raise UserError(f"--{name}: is for --files; lm-eval's tasks say themselves how they are scored.")
         from hfgolf.commands.evaluate_tasks import evaluate_tasks, record
@@ -86,23 +84,15 @@ def main() -> Answer | None:
             print(f"recorded in {' and '.join(map(str, written))}", file=sys.stderr)
         return Answer(results, table)
     del arguments["tasks"]
-    if path is not None:
-        check_output("--certificate", path, ["json"])
+    if parsed.certificate is not None:
+        check_output("--certificate", parsed.certificate, ["json"])
     for option, names in (("--files", parsed.files), ("--train_files", parsed.train_files)):
         for name in itertools.filterfalse(is_url, names or ()):
             find_paths(name, option)  # before loading torch
 
     from hfgolf.commands.evaluate_text import EvaluationOptions, evaluate_text
 
-    options = EvaluationOptions(**arguments, certify=path is not None)
+    options = EvaluationOptions(**arguments)
     quiet_libraries()
     with Signals("before the end; nothing was written"):
-        result = evaluate_text(options)
-    if not result.is_main_process:
-        return None
-    if result.certificate is not None and path is not None:
-        result.certificate.write(path)
-    if refusals := result.refusals():
-        print(*(f"no score: {reason}" for reason in refusals), sep="\n", file=sys.stderr)
-        return Answer({"refusals": refusals}, status=1)
-    return Answer(result.figures(), result.table())
+        return evaluate_text(options)

@@ -7,7 +7,9 @@ the score. The evaluate package does each of them.
 from __future__ import annotations
 
 import math
+import sys
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,13 +18,13 @@ from accelerate import Accelerator
 from accelerate.utils import gather_object
 from tqdm import tqdm
 
+from hfgolf.commands.options import Answer
 from hfgolf.config.parse import ResolvedConfig
 from hfgolf.config.sections import RunConfig, TrainSection
 from hfgolf.evaluate.bits_per_byte import Evaluation, bits_per_byte
 from hfgolf.evaluate.context import evaluation_length
 from hfgolf.evaluate.loss import describe_coverage, evaluate_plan, plan_documents, plan_evaluation
 from hfgolf.evaluate.text import tokenize_files
-from hfgolf.evaluate.windows import Plan
 from hfgolf.golf.certificate import Certificate, certify
 from hfgolf.golf.legality import IllegalScorer
 from hfgolf.golf.score_first import evaluate_in_order
@@ -55,7 +57,8 @@ class EvaluationOptions:
     per_document: bool = False
     adapt_rate: float = 0.0
     check_legality: bool = False
-    certify: bool = False
+    certificate: Path | None = None
+    """The file to write the certificate to."""
 
     def __post_init__(self) -> None:
         modes = {"stride": ("sliding", "documents"), "drop_tail": ("flat",), "skip_separators": ("documents",)}
@@ -69,104 +72,15 @@ class EvaluationOptions:
         others["evaluation"] = self.evaluation != "flat"
         for name in [name for name, is_set in others.items() if self.per_document and is_set]:
             raise UserError(f"--per_document scores each document as lm-eval does: leave out --{name}.")
-        if self.train_files and not self.certify:
+        if self.train_files and self.certificate is None:
             raise UserError("--train_files is for --certificate: name its file.")
 
 
-@dataclass(frozen=True)
-class TextEvaluation:
-    """A score and what it rests on. `evaluation` is None if it is not legal, or has no certificate.
+def evaluate_text(options: EvaluationOptions) -> Answer | None:
+    """Evaluate a model on files; return the score and what it rests on, or why there is none. None: another process.
 
-    problem: what is illegal, or None. legality: what the guard did, if there was one (Reader.describe).
+    Raises UserError for anything about the model, the files or the options.
     """
-
-    options: EvaluationOptions
-    evaluation: Evaluation | None
-    plan: Plan
-    sequence_length: int
-    batch_size: int
-    precision: str
-    problem: str | None
-    legality: dict[str, Any] | None
-    certificate: Certificate | None
-    is_main_process: bool
-
-    def refusals(self) -> list[str]:
-        """Return why there is no score, one line per reason; an empty list if there is one."""
-        reasons = [f"the scorer is not legal: {self.problem}"] if self.problem else []
-        if self.certificate is not None and not self.certificate.holds:
-            reasons.append(self.certificate.line)
-            if self.evaluation is not None:  # the text was rewritten, but is known
-                facts = self.certificate.facts
-                counts = {self.certificate.unit: facts["decoded_bytes"], "bits per raw byte": facts["num_bytes"]}
-                if facts["challenge_bytes"] not in (None, facts["decoded_bytes"]):
-                    counts["bits per byte by Parameter Golf's rule"] = facts["challenge_bytes"]
-                for unit, num_bytes in counts.items():
-                    score = bits_per_byte(self.evaluation.nats, num_bytes)
-                    reasons.append(f"it would be {score:.4f} {unit} ({num_bytes:,} bytes)")
-        return reasons
-
-    def figures(self) -> dict[str, Any]:
-        """Return the score and its settings for --json."""
-        assert self.evaluation is not None
-        names = ("loss", "perplexity", "bits_per_byte", "num_tokens", "num_bytes")
-        return {
-            "model": self.options.model,
-            "sequence_length": self.sequence_length,
-            "batch_size": self.batch_size,
-            "mixed_precision": self.precision,
-            **{name: getattr(self.evaluation, name) for name in names},
-            "coverage": self.plan.coverage(),
-            "adapt_rate": self.options.adapt_rate,
-            "legality": self.legality,
-            "certificate": self.certificate and self.certificate.line,
-            **self._challenge(),
-        }
-
-    def _challenge(self) -> dict[str, Any]:
-        """Return the score by Parameter Golf's rule, if it counts other bytes."""
-        counted = self.certificate.facts["challenge_bytes"] if self.certificate is not None else None
-        if self.evaluation is None or counted in (None, self.evaluation.num_bytes):
-            return {}
-        return {
-            "challenge_bits_per_byte": bits_per_byte(self.evaluation.nats, counted),
-            "challenge_bytes": counted,
-        }
-
-    def table(self) -> str:
-        """Return the score and its settings for a person."""
-        assert self.evaluation is not None
-        rows = [
-            ("model", self.options.model),
-            ("text", f"{self.evaluation.num_bytes:,} bytes, {self.evaluation.num_tokens:,} tokens"),
-            ("context", f"{self.sequence_length:,} tokens, in batches of {self.batch_size:,}"),
-            ("precision", "fp32" if self.precision == "no" else self.precision),
-            ("coverage", describe_coverage(self.plan)),
-        ]
-        if self.options.adapt_rate:
-            rows.append(
-                ("adaptation", f"learns from each window once it is scored, at a rate of {self.options.adapt_rate:g}")
-            )
-        if self.legality is not None:
-            checked, sha256 = f"{self.legality['checked_tokens']:,}", self.legality["distributions_sha256"][:16]
-            rows.append(("legality", f"{checked} secret tokens changed nothing; sha256 of all distributions {sha256}"))
-        if self.certificate is not None:
-            rows.append(("certificate", self.certificate.line))
-        rows += [
-            ("loss", f"{self.evaluation.loss:.4f} nats per token"),
-            ("perplexity", f"{self.evaluation.perplexity:,.4f}"),
-            ("bits per byte", f"{self.evaluation.bits_per_byte:.4f}"),
-        ]
-        if challenge := self._challenge():
-            score, counted = challenge.values()
-            rows.append(
-                ("challenge", f"{score:.4f} bits per byte by Parameter Golf's rule, which counts {counted:,} bytes")
-            )
-        return "\n".join(f"{name:<15}{value}" for name, value in rows)
-
-
-def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
-    """Evaluate a model on files. Raises UserError for anything about the model, the files or the options."""
     precision = evaluation_precision(options.mixed_precision)
     accelerator = Accelerator(mixed_precision=precision)
     is_main = accelerator.is_main_process
@@ -203,7 +117,7 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
                 skip_separators=options.skip_separators,
             )
         certificate = None
-        if options.certify:
+        if options.certificate is not None:
             certificate = certify(corpus, tokens, plan, searched="training" if options.train_files else None)
         evaluation = problem = legality = None
         if certificate is None or certificate.holds or not certificate.is_lossless:
@@ -228,9 +142,74 @@ def evaluate_text(options: EvaluationOptions) -> TextEvaluation:
                     evaluation = evaluate_plan(
                         model, tokens.val, accelerator, plan, num_bytes, batch_size=batch_size, before_batch=bar.update
                     )
-    return TextEvaluation(
-        options, evaluation, plan, length, batch_size, precision, problem, legality, certificate, is_main
-    )
+    if not is_main:
+        return None
+    if certificate is not None and options.certificate is not None:
+        certificate.write(options.certificate)
+    if refusals := _refusals(evaluation, certificate, problem):
+        print(*(f"no score: {reason}" for reason in refusals), sep="\n", file=sys.stderr)
+        return Answer({"refusals": refusals}, status=1)
+    assert evaluation is not None
+    names = ("loss", "perplexity", "bits_per_byte", "num_tokens", "num_bytes")
+    figures = {
+        "model": options.model,
+        "sequence_length": length,
+        "batch_size": batch_size,
+        "mixed_precision": precision,
+        **{name: getattr(evaluation, name) for name in names},
+        "coverage": plan.coverage(),
+        "adapt_rate": options.adapt_rate,
+        "legality": legality,
+        "certificate": certificate and certificate.line,
+    }
+    counted = None if certificate is None else certificate.facts["challenge_bytes"]
+    if counted not in (None, evaluation.num_bytes):  # Parameter Golf's rule counts other bytes
+        score = bits_per_byte(evaluation.nats, counted)
+        figures |= {"challenge_bits_per_byte": score, "challenge_bytes": counted}
+    return Answer(figures, _table(figures, describe_coverage(plan)))
+
+
+def _refusals(evaluation: Evaluation | None, certificate: Certificate | None, problem: str | None) -> list[str]:
+    """Return why there is no score, one line per reason; an empty list if there is one. problem: what is illegal."""
+    reasons = [f"the scorer is not legal: {problem}"] if problem else []
+    if certificate is not None and not certificate.holds:
+        reasons.append(certificate.line)
+        if evaluation is not None:  # the text was rewritten, but is known
+            facts = certificate.facts
+            counts = {certificate.unit: facts["decoded_bytes"], "bits per raw byte": facts["num_bytes"]}
+            if facts["challenge_bytes"] not in (None, facts["decoded_bytes"]):
+                counts["bits per byte by Parameter Golf's rule"] = facts["challenge_bytes"]
+            for unit, num_bytes in counts.items():
+                score = bits_per_byte(evaluation.nats, num_bytes)
+                reasons.append(f"it would be {score:.4f} {unit} ({num_bytes:,} bytes)")
+    return reasons
+
+
+def _table(figures: Mapping[str, Any], coverage: str) -> str:
+    """Return the figures for a person. coverage: which tokens were scored, in words."""
+    rows = {
+        "model": figures["model"],
+        "text": f"{figures['num_bytes']:,} bytes, {figures['num_tokens']:,} tokens",
+        "context": f"{figures['sequence_length']:,} tokens, in batches of {figures['batch_size']:,}",
+        "precision": "fp32" if figures["mixed_precision"] == "no" else figures["mixed_precision"],
+        "coverage": coverage,
+    }
+    if rate := figures["adapt_rate"]:
+        rows["adaptation"] = f"learns from each window once it is scored, at a rate of {rate:g}"
+    if legality := figures["legality"]:
+        checked, sha256 = f"{legality['checked_tokens']:,}", legality["distributions_sha256"][:16]
+        rows["legality"] = f"{checked} secret tokens changed nothing; sha256 of all distributions {sha256}"
+    if certificate := figures["certificate"]:
+        rows["certificate"] = certificate
+    rows |= {
+        "loss": f"{figures['loss']:.4f} nats per token",
+        "perplexity": f"{figures['perplexity']:,.4f}",
+        "bits per byte": f"{figures['bits_per_byte']:.4f}",
+    }
+    if "challenge_bytes" in figures:
+        score, counted = figures["challenge_bits_per_byte"], figures["challenge_bytes"]
+        rows["challenge"] = f"{score:.4f} bits per byte by Parameter Golf's rule, which counts {counted:,} bytes"
+    return "\n".join(f"{name:<15}{value}" for name, value in rows.items())
 
 
 def evaluation_precision(stated: Any) -> str:
