@@ -78,7 +78,7 @@ def _run(arguments: list[str]) -> int | None:
 
         error.args = as_typed(error.args, arguments)
         raise
-    if answer is None:  # a process other than the first, or a verb that has said it all
+    if answer is None or os.environ.get("RANK", "0") != "0":  # None: the verb has said it all
         return 0
     text = answer.text
     if as_json:  # which has no NaN and no infinity

@@ -31,7 +31,7 @@ ITEMS = {  # of TrainingMemory, whose other items are named as they are
 }
 
 
-def main() -> Answer | None:
+def main() -> Answer:
     parser = ScriptParser(
         __doc__,
         "Also takes the options of hfgolf train: --config FILE --section.key value. For several processes:\n"
@@ -94,8 +94,6 @@ def main() -> Answer | None:
         affordable = run_length(config, data, speed, steps, price)
         length = affordable if length and note else length  # if the minutes end the run, they say how long it is
     milestones = milestone_steps(config, data)
-    if os.environ.get("RANK", "0") != "0":
-        return None
     parts: dict[str, Any] = {"data": data, "machine": machine, "length": length, "budget": affordable}
     numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
     numbers |= dataclasses.asdict(needs) | {"fits": needs.fits}
@@ -109,7 +107,8 @@ def main() -> Answer | None:
     lines += [*describe_needs(config, needs, data, machine), f"speed: {speed:,.0f} tokens/s ({source})"]
     lines += describe_length(length, sum(needs.parameters.values()), price, note)
     if milestones:
-        lines += ["milestones:", *columns(describe_milestones(milestones, length))]
+        last = math.inf if length is None else length.steps
+        lines += ["milestones:", *columns((name, describe_due(step, last)) for name, step in milestones.items())]
     if affordable is not None and minutes is not None:
         read = "" if affordable.epochs is None else f", {epochs(affordable.epochs)}"
         paid = f"{count_of(affordable.steps, 'step')}, {affordable.tokens:,} tokens{read}"
@@ -228,16 +227,11 @@ def describe_length(length: Length | None, parameters: int, price: float | None,
     return lines
 
 
-def describe_milestones(steps: dict[str, int | None], length: Length | None) -> list[tuple[str, str]]:
-    """Return the name of each milestone, and its step or why none is known."""
-    last = math.inf if length is None else length.steps
-
-    def place(step: int | None) -> str:
-        if step is None:
-            return "unknown until the text is tokenized"
-        return f"step {step:,}{' (not reached)' if step > last else ''}"
-
-    return [(name, place(step)) for name, step in steps.items()]
+def describe_due(step: int | None, last_step: float) -> str:
+    """Return the step of a milestone, or why none is known."""
+    if step is None:
+        return "unknown until the text is tokenized"
+    return f"step {step:,}{' (not reached)' if step > last_step else ''}"
 
 
 def columns(rows: Any) -> list[str]:

@@ -10,12 +10,11 @@ from hfgolf.config.parse import load_config
 from hfgolf.system.signals import Signals
 
 
-def main() -> Answer | None:
+def main() -> Answer:
     from hfgolf.train.console import console
 
     with Signals() as signals, console:  # before the slow imports
-        summary = train_with(signals)
-    return Answer(summary) if os.environ.get("RANK", "0") == "0" else None
+        return Answer(train_with(signals))
 
 
 def train_with(signals: Signals) -> dict[str, Any]:
