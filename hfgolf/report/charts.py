@@ -169,15 +169,13 @@ class Drawing:
 
 def draw_charts(runs: Sequence[RunRecord]) -> list[Drawing]:
     """Draw each of CHARTS that some run has values for, the first large. All runs share a chart; their names differ."""
-    with palette.style():
-        drawings = [_draw(chart, runs, _LARGE if chart is CHARTS[0] else _SMALL) for chart in CHARTS]
+    drawings = [_draw(chart, runs, _LARGE if chart is CHARTS[0] else _SMALL) for chart in CHARTS]
     return [drawing for drawing in drawings if drawing is not None]
 
 
 def draw_losses(runs: Sequence[RunRecord]) -> Drawing | None:
     """Draw the chart of the losses as a picture for a model card; None if there are none."""
-    with palette.style():
-        return _draw(CHARTS[0], runs, _SMALL)
+    return _draw(CHARTS[0], runs, _SMALL)
 
 
 def line_style(number: int) -> tuple[str, tuple[float, ...], str]:
@@ -185,6 +183,7 @@ def line_style(number: int) -> tuple[str, tuple[float, ...], str]:
     return palette.LINES[number % 6], _DASHES[number % len(_DASHES)], _MARKERS[number % len(_MARKERS)]
 
 
+@palette.style()
 def _draw(chart: Chart, runs: Sequence[RunRecord], size: tuple[float, float]) -> Drawing | None:
     from matplotlib.figure import Figure
 

@@ -38,6 +38,8 @@ def read_curve(rows: Sequence[dict[str, Any]], key: str, max_points: int = MAX_P
 
     Null and missing values are skipped. More than max_points values are averaged over max_points equal ranges of steps.
     """
+    import pandas as pd
+
     steps: list[int] = []
     numbers: list[float | None] = []
     for row in rows:
@@ -45,25 +47,15 @@ def read_curve(rows: Sequence[dict[str, Any]], key: str, max_points: int = MAX_P
         row_values = value if isinstance(value, list) else [value]
         steps.extend(range(row["step"] - len(row_values) + 1, row["step"] + 1))
         numbers.extend(row_values)
-    x, y = np.array(steps, dtype=np.float64), np.array(numbers, dtype=np.float64)  # None becomes NaN
-    x, y = x[np.isfinite(y)], y[np.isfinite(y)]
-    order = np.argsort(x, kind="stable")
-    x, y = x[order], y[order]
-    window = min(_WIDEST, len(y) // _WINDOWS // 2 * 2 + 1)
-    smoothed = smooth(y, window)
-    if len(x) <= max_points:
-        return Curve(x, y, y, y, smoothed, window)
-    starts = np.flatnonzero(np.diff(bin_numbers(x, max_points), prepend=-1))
-    counts = np.diff(starts, append=len(x))
-    return Curve(
-        np.add.reduceat(x, starts) / counts,
-        np.add.reduceat(y, starts) / counts,
-        np.minimum.reduceat(y, starts),
-        np.maximum.reduceat(y, starts),
-        np.add.reduceat(smoothed, starts) / counts,
-        window,
-        int(counts.max()),
-    )
+    values = pd.DataFrame({"step": steps, "value": numbers}, dtype=np.float64)  # None becomes NaN
+    values = values[np.isfinite(values.value)].sort_values("step", kind="stable")
+    window = min(_WIDEST, len(values) // _WINDOWS // 2 * 2 + 1)
+    values["smoothed"] = smooth(values.value.to_numpy(), window)
+    is_thinned = len(values) > max_points
+    points = values.groupby(bin_numbers(values.step.to_numpy(), max_points) if is_thinned else np.arange(len(values)))
+    means, each = points.mean(), points.value
+    lines = (means.step, means.value, each.min(), each.max(), means.smoothed)
+    return Curve(*(line.to_numpy() for line in lines), window, max(points.size(), default=1))
 
 
 def bin_numbers(steps: NDArray[np.float64], max_points: int = MAX_POINTS) -> NDArray[np.int64]:

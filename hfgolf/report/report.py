@@ -59,20 +59,17 @@ def write_report(runs: Sequence[RunRecord], output: Path, price_per_hour: float 
 
 
 def render_page(
-    runs: Sequence[RunRecord],
-    price_per_hour: float | None = None,
-    rewrite_seconds: float | None = None,
-    written_at: float | None = None,
+    runs: Sequence[RunRecord], price_per_hour: float | None = None, rewrite_seconds: float | None = None
 ) -> str:
     """Return the HTML page alone.
 
     rewrite_seconds: the run lasts, and the page is expected to be rewritten this often; it reloads itself until it has
-    missed that for long. None: it never does. written_at: seconds since 1970; None: now.
+    missed that for long. None: it never does.
     """
     runs = _with_distinct_names(runs)
     stated = [run.config.get("run.price_per_hour") if price_per_hour is None else price_per_hour for run in runs]
     prices = [price if isinstance(price, int | float) else None for price in stated]
-    now, live = time.time() if written_at is None else written_at, None
+    now, live = time.time(), None
     if rewrite_seconds is not None:
         reload_seconds = min(max(_RELOADS_EVERY[0], rewrite_seconds / 4), _RELOADS_EVERY[1])
         until_seconds = max(_RELOADS_FOR[0], _RELOADS_FOR[1] * rewrite_seconds)

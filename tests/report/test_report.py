@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from hfgolf.report import charts
+from hfgolf.report import report as report_module
 from hfgolf.report.charts import CHARTS, draw_charts, line_style
 from hfgolf.report.curves import MAX_POINTS, read_curve, smooth
 from hfgolf.report.headlines import basis
@@ -493,10 +494,11 @@ def test_page_says_when_on_what_and_how(folder):
         assert said in text
 
 
-def test_page_reloads_only_while_the_run_lasts(folder):
+def test_page_reloads_only_while_the_run_lasts(folder, monkeypatch):
+    monkeypatch.setattr(report_module.time, "time", lambda: STARTED_AT)
     run = read_run(folder(rows()))
     live = folder([], name="page") / "live.html"
-    live.write_text(render_page([run], rewrite_seconds=100.0, written_at=STARTED_AT))
+    live.write_text(render_page([run], rewrite_seconds=100.0))
     stated = {"writtenAt": STARTED_AT, "everySeconds": 25.0, "untilSeconds": 1000.0}  # a killed run's page stops then
     assert lasts(live) == stated and "Running: step 600. Written 2023-11-14 22:13 UTC" in Page(live).text
     live.write_text(render_page([run], rewrite_seconds=0.1))
