@@ -79,7 +79,7 @@ def compare_outcomes(name: str, command: str, outcomes: Outcomes, margin: float 
 def compare_experiment(
     experiment: Experiment, command: str, outcomes: Outcomes, failures: Failures, margin: float | None = None
 ) -> Comparison:
-    """Compare the runs of an experiment. outcomes and failures must have every arm; margin: see `arm_results`."""
+    """Compare the runs of an experiment. outcomes must have every arm; margin: see `arm_results`."""
     runs = [run for by_seed in outcomes.values() for run in by_seed.values()]
     if not runs:
         reasons = [reason for by_seed in failures.values() for reason in by_seed.values()]
@@ -106,7 +106,7 @@ def compare_experiment(
     grids = {}
     for grid, axes in experiment.grids.items():
         # an arm that failed with any seed is not a candidate, however good its other runs are
-        whole = [arm for arm in experiment.arms_of(grid) if not failures[arm]]
+        whole = [arm for arm in experiment.arms_of(grid) if not failures.get(arm)]
         means = {arm: statistics.mean(run.curve[-1].final_loss for run in outcomes[arm].values()) for arm in whole}
         grids[grid] = best_of_grid(means, experiment.arms, axes)
     best = grids.get(experiment.baseline)
@@ -121,7 +121,7 @@ def compare_experiment(
         arms=arm_results(curves, baseline, margin),
         settings=experiment.arms,
         grids=grids,
-        failures={arm: dict(by_seed) for arm, by_seed in failures.items() if by_seed},
+        failures={arm: dict(by_seed) for arm, by_seed in failures.items()},
         margin=margin,
         seconds_caveats=[caveat for caveat, holds in seconds_caveats.items() if holds],
         caveats=_caveats(runs) + _choices(outcomes) + _unpaired(outcomes, baseline),

@@ -127,19 +127,19 @@ def _outcome(folder: RunFolder) -> Outcome:
 def read_outcomes(
     runs: Sequence[PlannedRun], failed: Mapping[str, str]
 ) -> tuple[dict[str, dict[int, Outcome]], dict[str, dict[int, str]]]:
-    """Return ({arm: {seed: finished run}}, {arm: {seed: why it did not finish}}); every arm is in both.
+    """Return ({arm: {seed: finished run}} with every arm, {arm: {seed: why it did not finish}}).
 
     failed: {name of a run: why it failed, in one line}.
     """
     outcomes: dict[str, dict[int, Outcome]] = {run.arm: {} for run in runs}
-    failures: dict[str, dict[int, str]] = {run.arm: {} for run in runs}
+    failures: dict[str, dict[int, str]] = {}
     for run in runs:
         try:
             if run.name in failed:
                 raise UserError(failed[run.name])
             outcomes[run.arm][run.seed] = read_outcome(run.folder)
         except UserError as error:
-            failures[run.arm][run.seed] = str(error)
+            failures.setdefault(run.arm, {})[run.seed] = str(error)
     return outcomes, failures
 
 

@@ -35,17 +35,13 @@ def outcomes(outcome) -> dict:
     }
 
 
-def no_failures(outcomes):
-    return {arm: {} for arm in outcomes}
-
-
 def row(page: str, arm: str) -> list[str]:
     (line,) = [line for line in page.splitlines() if line.startswith(f"| `{arm}` |")]
     return [cell.strip() for cell in line.split("|")[2:-1]]
 
 
 def test_page_marks_differences_within_noise(experiment, outcomes):
-    failures = no_failures(outcomes) | {"muon[learning_rate=0.04]": {3: "it diverged"}}
+    failures = {"muon[learning_rate=0.04]": {3: "it diverged"}}
     comparison = compare_experiment(experiment, "the command", outcomes, failures)
     page = to_markdown(comparison)
     assert row(page, "adamw")[:3] == ["2.1000", "0.1000", "2.0000 to 2.2000"]
@@ -67,7 +63,7 @@ def test_page_marks_differences_within_noise(experiment, outcomes):
 
 
 def test_a_terminal_shows_columns_and_no_markdown(experiment, outcomes):
-    failures = no_failures(outcomes) | {"muon[learning_rate=0.04]": {3: "it diverged"}}
+    failures = {"muon[learning_rate=0.04]": {3: "it diverged"}}
     command = "hfgolf compare x.yaml " + "--a.long_option 1 " * 9
     shown = to_terminal(compare_experiment(experiment, command.strip(), outcomes, failures), 110)
     assert not any(mark in shown for mark in ("|", "`", "**", "![", "# "))
@@ -78,20 +74,20 @@ def test_a_terminal_shows_columns_and_no_markdown(experiment, outcomes):
 
 
 def test_best_at_the_edge_of_a_grid_is_flagged(experiment, outcomes):
-    page = to_markdown(compare_experiment(experiment, "", outcomes, no_failures(outcomes)))
+    page = to_markdown(compare_experiment(experiment, "", outcomes, {}))
     assert "best is `muon[learning_rate=0.04]`; bracketed: optim.learning_rate: no. If it is not" in page
 
 
 def test_baseline_may_be_the_best_of_a_grid(experiment, outcomes):
     experiment = Experiment(**vars(experiment) | {"baseline": "muon"})
-    comparison = compare_experiment(experiment, "", outcomes, no_failures(outcomes))
+    comparison = compare_experiment(experiment, "", outcomes, {})
     assert comparison.baseline == "muon[learning_rate=0.04]"
     assert row(to_markdown(comparison), "adamw")[5:] == ["worse", "never", "never"]
 
 
 def test_one_seed_gives_no_verdict(experiment, outcomes):
     single = {arm: {1: runs[1]} for arm, runs in outcomes.items()}
-    page = to_markdown(compare_experiment(experiment, "", single, no_failures(single)))
+    page = to_markdown(compare_experiment(experiment, "", single, {}))
     assert row(page, "muon[learning_rate=0.02]")[1:6] == [
         "",
         "1.5000 to 1.5000",
@@ -103,7 +99,7 @@ def test_one_seed_gives_no_verdict(experiment, outcomes):
 
 
 def test_failed_arms_are_reported(experiment, outcomes):
-    failures = no_failures(outcomes) | {"adamw": {1: "no memory"}}
+    failures = {"adamw": {1: "no memory"}}
     page = to_markdown(compare_experiment(experiment, "", outcomes | {"adamw": {}}, failures))
     assert row(page, "adamw")[0] == "failed" and "No run of the baseline finished" in page
     nothing, all_failed = {arm: {} for arm in outcomes}, {arm: {1: f"no memory for {arm}"} for arm in outcomes}
@@ -112,11 +108,11 @@ def test_failed_arms_are_reported(experiment, outcomes):
 
 
 def test_a_page_says_which_seeds_differences_are_of(experiment, outcomes):
-    said = to_markdown(compare_experiment(experiment, "", outcomes, no_failures(outcomes)))
+    said = to_markdown(compare_experiment(experiment, "", outcomes, {}))
     assert "Note: muon[learning_rate=0.04] and adamw share seeds 1, 2 only: their difference is of these" in said
     assert said.count("share") == 1
     others = {arm: {seed + 6 * (arm != "adamw"): run for seed, run in runs.items()} for arm, runs in outcomes.items()}
-    said = to_markdown(compare_experiment(experiment, "", others, no_failures(others)))
+    said = to_markdown(compare_experiment(experiment, "", others, {}))
     assert said.count("and adamw share no seed, so there is no difference between them.") == 3
 
 
@@ -207,7 +203,7 @@ def test_plot_shows_the_best_of_a_grid_with_its_band(experiment, outcomes, tmp_p
 
     drawn = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: drawn.append(figure))
-    draw(compare_experiment(experiment, "", outcomes, no_failures(outcomes)), outcomes, tmp_path / "x.png", experiment)
+    draw(compare_experiment(experiment, "", outcomes, {}), outcomes, tmp_path / "x.png", experiment)
     by_steps, by_seconds, grid = drawn[0].axes
     assert [line.get_label() for line in by_steps.lines] == ["adamw", "muon[learning_rate=0.04]"]
     assert list(by_steps.lines[0].get_xdata()) == [10, 20, 30]
