@@ -31,6 +31,27 @@ SUMMARY = {
     "sample": "def f():\n    ```\n{{ summary }}\n---",
 }
 
+USE = """
+import json, sys, warnings
+sys.modules["hfgolf"] = None  # makes importing it fail, even if it is installed
+import torch, transformers
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+
+name, folder = sys.argv[1:]
+model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)  # otherwise transformers asks
+ids = load_file(folder + "/ids.safetensors")["ids"]
+with torch.no_grad():
+    save_file({"logits": model(ids).logits}, folder + "/logits.safetensors")
+write = pipeline("text-generation", model=name, trust_remote_code=True)
+greedy = write("naïve 🌍", max_new_tokens=8, do_sample=False, return_full_text=False)[0]["generated_text"]
+default = tokenizer(write("a")[0]["generated_text"])["input_ids"]
+text = tokenizer.decode(tokenizer("é <|endoftext|>")["input_ids"])
+print(json.dumps({"greedy": greedy, "num_default": len(default), "text": text}))
+"""
+"""What somebody without hfgolf does with an exported folder, whose name comes first, and tensors in another folder."""
+
 
 def build_tiny(**changes: Any) -> tuple[Any, Any]:
     tokenizer = find_tokenizer(TokenizerSection(kind="byte"), {}, Path("unused"))

@@ -13,27 +13,11 @@ import pytest
 import torch
 from faults import before_step, flip_a_bit
 from huggingface_hub import ModelCard
-from safetensors.torch import load_file
-from tiny_export import exported_weights
+from safetensors.torch import load_file, save_file
+from tiny_export import USE, exported_weights
 
 from hfgolf.publish.load import load_exported
 from hfgolf.train import loop
-
-USE = """
-import sys
-sys.modules["hfgolf"] = None  # an import of it fails, installed or not
-import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-folder, output = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=True)
-ids = tokenizer("one and two make", return_tensors="pt")["input_ids"]
-with torch.no_grad():
-    save_file({"logits": model(ids).logits, "ids": ids}, output)
-model.generate(ids, max_new_tokens=2)
-"""
 
 
 class Killed(Exception):
@@ -65,13 +49,15 @@ def killed(run, tiny_run, monkeypatch, validation_losses):
 def test_every_checkpoint_loads_without_hfgolf(killed, tmp_path, hfgolf, reset_accelerate):
     folder = killed()
     best = folder / "checkpoints" / "best"
-    command = [sys.executable, "-I", "-c", USE, str(best), str(tmp_path / "logits.safetensors")]
+    ids = torch.randint(0, 257, (2, 24))
+    save_file({"ids": ids}, tmp_path / "ids.safetensors")
+    command = [sys.executable, "-I", "-c", USE, str(best), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={"HF_HOME": str(tmp_path)})
     assert done.returncode == 0, done.stderr
     theirs = load_file(tmp_path / "logits.safetensors")
     model, _ = load_exported(str(folder / "checkpoints" / "step-000003"))
     with torch.no_grad():
-        torch.testing.assert_close(theirs["logits"], model.cpu()(theirs["ids"]).logits)
+        torch.testing.assert_close(theirs["logits"], model.cpu()(ids).logits)
     saved = load_file(best / "model.safetensors")
     assert all(torch.equal(model.state_dict()[name].cpu(), saved[name]) for name in saved)
 

@@ -8,7 +8,7 @@ import stat
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tiny_export import build_tiny, contents
+from tiny_export import USE, build_tiny, contents
 from transformers import AutoTokenizer
 
 from hfgolf.evaluate.sample import generate_text
@@ -17,26 +17,6 @@ from hfgolf.publish.export import export_model
 from hfgolf.publish.hub import exported_files, with_current_code
 from hfgolf.publish.load import load_exported
 from hfgolf.system.errors import UserError
-
-USE = """
-import json, sys, warnings
-sys.modules["hfgolf"] = None  # makes importing it fail, even if it is installed
-import torch, transformers
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
-
-name, folder = sys.argv[1:]
-model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)  # otherwise transformers asks
-ids = load_file(folder + "/ids.safetensors")["ids"]
-with torch.no_grad():
-    save_file({"logits": model(ids).logits}, folder + "/logits.safetensors")
-write = pipeline("text-generation", model=name, trust_remote_code=True)
-greedy = write("naïve 🌍", max_new_tokens=8, do_sample=False, return_full_text=False)[0]["generated_text"]
-default = tokenizer(write("a")[0]["generated_text"])["input_ids"]
-text = tokenizer.decode(tokenizer("é <|endoftext|>")["input_ids"])
-print(json.dumps({"greedy": greedy, "num_default": len(default), "text": text}))
-"""
 
 
 @pytest.mark.slow
