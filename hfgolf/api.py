@@ -39,7 +39,7 @@ from hfgolf.evaluate.sample import generate_text
 from hfgolf.hooks import standard_hooks
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.optim.groups import ALL_FROZEN
-from hfgolf.publish.hub import push_folder
+from hfgolf.publish.hub import push_model
 from hfgolf.publish.load import load_exported, load_model
 from hfgolf.report.report import render_page
 from hfgolf.run.folder import RunFolder, run_folder
@@ -355,7 +355,7 @@ class TrainedRun:
         """
         if not self.summary:
             raise UserError(f"{self.folder} is not complete, so it has no model to push; continue it first.")
-        return push_folder(self.folder / "model", repo_id, private, "Push with hfgolf")
+        return push_model(self.folder / "model", repo_id, private, "Push with hfgolf")
 
 
 class Report:

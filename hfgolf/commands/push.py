@@ -11,7 +11,6 @@ Or a GGUF file, to a repository of its own whose card names the model:
 
 import re
 from pathlib import Path
-from typing import Any
 
 from hfgolf.commands.options import Answer, ScriptParser, add_source, take_source
 from hfgolf.config.sections import REPOSITORY
@@ -48,15 +47,12 @@ def main() -> Answer:
     if not is_gguf and not (model / "config.json").is_file():
         raise UserError(f"--model: there is no exported model in {model}; {models_here(str(model))}")
 
-    from hfgolf.publish.hub import push_folder, push_gguf
+    from hfgolf.publish.hub import push_model
     from hfgolf.train.console import quiet_libraries
 
     quiet_libraries()
-    how: Any = {name: getattr(arguments, name) for name in ("private", "message", "revision", "tag")}
-    if is_gguf:
-        pushed = push_gguf(model, arguments.repo, base_model=arguments.base_model, **how)
-    else:
-        pushed = push_folder(model, arguments.repo, format=arguments.format, **how)
+    how = {name: getattr(arguments, name) for name in ("private", "message", "format", "revision", "tag", "base_model")}
+    pushed = push_model(model, arguments.repo, **how)
     return Answer({"pushed": pushed}, f"pushed to {pushed}")
 
 

@@ -46,96 +46,89 @@ _EXPORTED = (
 )
 
 
-def push_folder(
-    folder: Path,
+def push_model(
+    model: Path,
     repo_id: str,
     private: bool,
     message: str,
     format: str = "auto",
     revision: str | None = None,
     tag: str | None = None,
+    base_model: str | None = None,
 ) -> str:
-    """Create the repository if needed, upload the exported files in one commit, and return the repository's URL.
+    """Create the repository if needed, upload a model in one commit, and return the repository's URL.
 
-    format: as hub.format. What was pushed follows the URL if that was a choice. revision: a branch, which begins
-    without the files of main; None: main. tag: for the commit. First sets repo_id in the card's example.
-    huggingface_hub reads HF_ENDPOINT and the token. Raises UserError if the Hub is unreachable, refuses or does not
-    respond, if `private` is true but the repository is public, if there is such a tag, if a file is a link, if card or
-    weights are missing, or if there is no native form but it was asked for.
+    model: an exported folder, or a GGUF file, which gets a card that names base_model, the repository of the model that
+    it was made from. format: as hub.format, for a folder; what was pushed follows the URL if that was a choice.
+    revision: a branch, which begins without the files of main; None: main. tag: for the commit. First sets repo_id in
+    the card's example. huggingface_hub reads HF_ENDPOINT and the token. Raises UserError if the Hub is unreachable,
+    refuses or does not respond, if `private` is true but the repository is public, if there is such a tag, if a file is
+    a link, if card or weights are missing, if there is no native form but it was asked for, or if a file is not GGUF.
     """
-    files = exported_files(folder)  # refuses links before anything reads the files
+    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub.utils import get_session
+
+    api = HfApi()
+    get_session().timeout = RESPONSE_TIMEOUT_SECONDS
     with tempfile.TemporaryDirectory() as scratch:
-        from hfgolf.publish.convert import in_format  # late: it imports the architectures
+        if model.is_file():
+            card, files, said = *_files_of_gguf(model, repo_id, base_model, Path(scratch)), None
+        else:
+            card, files, said = _files_of_folder(model, repo_id, format, Path(scratch))
+        try:
+            url = api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: the account's default
+            if private and not api.model_info(url.repo_id).private:
+                raise UserError(f"{repo_id} is already public; make it private or use another name.")
+            if tag and tag in {ref.name for ref in api.list_repo_refs(url.repo_id).tags}:
+                raise UserError(f"--tag: {repo_id} already has the tag {tag}, so nothing was pushed; use another name.")
+            if revision:
+                first_commit = api.list_repo_commits(url.repo_id)[-1].commit_id
+                api.create_branch(url.repo_id, branch=revision, revision=first_commit, exist_ok=True)
+            set_location(card, url.repo_id, revision)
+            # not upload_folder, which splits a push into several commits
+            places = [f"{_RESULTS}/{path.name}" if path.parent.name == _RESULTS else path.name for path in files]
+            operations = [*map(CommitOperationAdd, places, files)]
+            done = api.create_commit(url.repo_id, operations, commit_message=message, revision=revision)
+            if tag:
+                api.create_tag(url.repo_id, tag=tag, revision=done.oid)
+        except UserError:
+            raise
+        except Exception as error:  # huggingface_hub, its HTTP client and hf_xet each raise their own types
+            hint = "check the name and the network, and log in with `hf auth login`"
+            raise UserError(f"cannot push to {repo_id}: {_reason(error)}; {hint}.") from None
+    address = f"{url}/tree/{revision}" if revision else str(url)
+    return address if said is None else f"{address} as {said}"
 
-        outgoing, said = in_format(folder, format, Path(scratch) / "model", repo_id)
-        for names in (("README.md",), ("model.safetensors", _INDEX)):
-            if not any((outgoing / name).is_file() for name in names):
-                raise UserError(f"{folder} has no {names[0]}, so nothing was pushed; export the model again.")
-        # results are of the model in any form
-        results = [path for path in files if path.parent != folder]
-        files = files if outgoing == folder else [*exported_files(outgoing), *results]
-        url = _upload(outgoing / "README.md", with_current_code(files), repo_id, private, message, revision, tag)
-    return url if said is None else f"{url} as {said}"
+
+def _files_of_folder(folder: Path, repo_id: str, format: str, scratch: Path) -> tuple[Path, list[Path], str | None]:
+    """Return the card and all files to upload, and what they are if that was a choice."""
+    files = exported_files(folder)  # refuses links before anything reads the files
+    from hfgolf.publish.convert import in_format  # late: it imports the architectures
+
+    outgoing, said = in_format(folder, format, scratch / "model", repo_id)
+    for names in (("README.md",), ("model.safetensors", _INDEX)):
+        if not any((outgoing / name).is_file() for name in names):
+            raise UserError(f"{folder} has no {names[0]}, so nothing was pushed; export the model again.")
+    # results are of the model in any form
+    results = [path for path in files if path.parent != folder]
+    files = files if outgoing == folder else [*exported_files(outgoing), *results]
+    return outgoing / "README.md", with_current_code(files), said
 
 
-def push_gguf(
-    file: Path,
-    repo_id: str,
-    private: bool,
-    message: str,
-    base_model: str | None,
-    revision: str | None = None,
-    tag: str | None = None,
-) -> str:
-    """Upload a GGUF file and a card to a repository of its own, and return that repository's URL.
-
-    base_model: the repository of the model that it was made from. The rest is as for push_folder.
-    """
+def _files_of_gguf(file: Path, repo_id: str, base_model: str | None, scratch: Path) -> tuple[Path, list[Path]]:
+    """Return the card, written to `scratch`, and all files to upload."""
     with file.open("rb") as content:
         if content.read(4) != b"GGUF":
             raise UserError(f"--model: {file} is not a GGUF file; write one with hfgolf export --to gguf.")
-    with tempfile.TemporaryDirectory() as scratch:
-        card = Path(scratch) / "README.md"
-        card.write_text(gguf_card(file.name, repo_id, base_model), encoding="utf-8")
-        return _upload(card, [card, file], repo_id, private, message, revision, tag)
+    card = scratch / "README.md"
+    card.write_text(gguf_card(file.name, repo_id, base_model), encoding="utf-8")
+    return card, [card, file]
 
 
 def with_current_code(files: list[Path]) -> list[Path]:
     """Return the files to upload, with the modeling code of this installation: an old export's may be outdated."""
     others = [path for path in files if path.suffix != ".py"]
     return others if others == files else [*others, *(_MODEL / name for name in _CODE)]
-
-
-def _upload(
-    card: Path, files: list[Path], repo_id: str, private: bool, message: str, revision: str | None, tag: str | None
-) -> str:
-    from huggingface_hub import CommitOperationAdd, HfApi
-    from huggingface_hub.utils import get_session
-
-    api = HfApi()
-    get_session().timeout = RESPONSE_TIMEOUT_SECONDS
-    try:
-        url = api.create_repo(repo_id, private=private or None, exist_ok=True)  # None: the account's default
-        if private and not api.model_info(url.repo_id).private:
-            raise UserError(f"{repo_id} is already public; make it private or use another name.")
-        if tag and tag in {ref.name for ref in api.list_repo_refs(url.repo_id).tags}:
-            raise UserError(f"--tag: {repo_id} already has the tag {tag}, so nothing was pushed; use another name.")
-        if revision:
-            first_commit = api.list_repo_commits(url.repo_id)[-1].commit_id
-            api.create_branch(url.repo_id, branch=revision, revision=first_commit, exist_ok=True)
-        set_location(card, url.repo_id, revision)
-        # not upload_folder, which splits a push into several commits
-        places = [f"{_RESULTS}/{path.name}" if path.parent.name == _RESULTS else path.name for path in files]
-        operations = [*map(CommitOperationAdd, places, files)]
-        done = api.create_commit(url.repo_id, operations, commit_message=message, revision=revision)
-        if tag:
-            api.create_tag(url.repo_id, tag=tag, revision=done.oid)
-    except UserError:
-        raise
-    except Exception as error:  # huggingface_hub, its HTTP client and hf_xet each raise their own types
-        hint = "check the name and the network, and log in with `hf auth login`"
-        raise UserError(f"cannot push to {repo_id}: {_reason(error)}; {hint}.") from None
-    return f"{url}/tree/{revision}" if revision else str(url)
 
 
 def set_location(path: Path, location: str, revision: str | None = None) -> None:
@@ -280,7 +273,7 @@ def main() -> None:
     seconds, folder, *arguments = json.loads(sys.argv[1])
     if hasattr(signal, "alarm"):
         signal.alarm(seconds)
-    print(push_folder(Path(folder), *arguments))
+    print(push_model(Path(folder), *arguments))
 
 
 if __name__ == "__main__":

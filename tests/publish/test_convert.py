@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hfgolf.model.modeling_golf import GolfForCausalLM
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.export import export_model
-from hfgolf.publish.hub import push_folder
+from hfgolf.publish.hub import push_model
 from hfgolf.publish.load import load_exported
 
 MODELS = {
@@ -130,7 +130,7 @@ def test_an_edited_card_without_the_sections_stays_also_from_the_hub(exported, h
     (exported / "README.md").write_text(mine)
     (exported / "loss.png").write_bytes(b"a picture")
     convert_folder(str(exported), tmp_path / "native", "native")
-    push_folder(exported, "user/mine", private=False, message="m", format="golf")
+    push_model(exported, "user/mine", private=False, message="m", format="golf")
     options = ("--model", "user/mine", "--to", "native", "--output", tmp_path / "from-hub")
     assert python("-m", "hfgolf", "export", *options, endpoint=hub.endpoint).returncode == 0
     for folder in (tmp_path / "native", tmp_path / "from-hub"):

@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM
 from hfgolf.publish import hub as hub_module
 from hfgolf.publish.convert import convert_folder
 from hfgolf.publish.export import export_model
-from hfgolf.publish.hub import HubPusher, push_folder, set_location
+from hfgolf.publish.hub import HubPusher, push_model, set_location
 from hfgolf.publish.model_card import add_task_results, gguf_card
 from hfgolf.system.command import own_command
 from hfgolf.system.durable import list_files
@@ -40,7 +40,7 @@ def pushes_here(monkeypatch):
     def run(command, **options):
         _, folder, *arguments = json.loads(command[-1])
         try:
-            return subprocess.CompletedProcess(command, 0, push_folder(Path(folder), *arguments), "")
+            return subprocess.CompletedProcess(command, 0, push_model(Path(folder), *arguments), "")
         except UserError as error:
             return subprocess.CompletedProcess(command, 2, "", f"error: {error}\n")
 
@@ -94,9 +94,9 @@ def test_a_model_without_a_native_form_is_pushed_as_golf(hub, tmp_path, tiny_con
     folder.parent.mkdir(parents=True)
     export_model(*build_tiny(logit_soft_cap=15.0), folder, card_of(tiny_config, SUMMARY))
     with pytest.raises(UserError, match=r"Apertus needs model\.overrides\.logit_soft_cap null"):
-        push_folder(folder, "user/name", private=False, message="m", format="native")
+        push_model(folder, "user/name", private=False, message="m", format="native")
     assert not hub.repositories
-    said = push_folder(folder, "user/name", private=False, message="m")
+    said = push_model(folder, "user/name", private=False, message="m")
     assert " as GolfForCausalLM: no architecture of transformers computes this model." in said and "\n" not in said
     assert hub.repositories["user/name"].files == contents(folder)
 
@@ -104,9 +104,9 @@ def test_a_model_without_a_native_form_is_pushed_as_golf(hub, tmp_path, tiny_con
 def test_a_native_folder_is_pushed_as_it_is_or_as_the_golf_model_that_it_was(exported, hub, tmp_path):
     native = tmp_path / "runs" / "native" / "model"
     convert_folder(str(exported), native, "native")
-    assert push_folder(native, "user/native", private=False, message="m") == f"{hub.endpoint}/user/native"
+    assert push_model(native, "user/native", private=False, message="m") == f"{hub.endpoint}/user/native"
     assert hub.repositories["user/native"].files == contents(native)
-    push_folder(native, "user/golf", private=False, message="m", format="golf")
+    push_model(native, "user/golf", private=False, message="m", format="golf")
     files = hub.repositories["user/golf"].files
     for name, content in contents(exported).items():
         assert name == "README.md" or files[name] == content, name
@@ -115,8 +115,8 @@ def test_a_native_folder_is_pushed_as_it_is_or_as_the_golf_model_that_it_was(exp
 
 @pytest.mark.slow
 def test_accelerate_estimates_the_memory_of_a_pushed_model(exported, hub, python):
-    push_folder(exported, "user/native", private=False, message="m")
-    push_folder(exported, "user/golf", private=False, message="m", format="golf")
+    push_model(exported, "user/native", private=False, message="m")
+    push_model(exported, "user/golf", private=False, message="m", format="golf")
     estimate = ("-m", "accelerate.commands.accelerate_cli", "estimate-memory")
     for options in (["user/native"], ["user/golf", "--trust_remote_code"]):
         outcome = python(*estimate, *options, endpoint=hub.endpoint)
@@ -124,13 +124,13 @@ def test_accelerate_estimates_the_memory_of_a_pushed_model(exported, hub, python
 
 
 def test_private_is_sent_and_never_dropped_silently(exported, hub):
-    push_folder(exported, "user/secret", private=True, message="m")
+    push_model(exported, "user/secret", private=True, message="m")
     assert hub.repositories["user/secret"].private
-    push_folder(exported, "user/open", private=False, message="m")
+    push_model(exported, "user/open", private=False, message="m")
     before = dict(hub.repositories["user/open"].files)
     (exported / "config.json").write_text("{}")
     with pytest.raises(UserError, match="user/open is already public"):
-        push_folder(exported, "user/open", private=True, message="m")
+        push_model(exported, "user/open", private=True, message="m")
     assert hub.repositories["user/open"].files == before
 
 
@@ -140,7 +140,7 @@ def test_private_is_sent_and_never_dropped_silently(exported, hub):
 def test_rejection_by_the_hub_is_one_line(exported, hub, status, path):
     hub.fail_with, hub.failing_path = status, path
     with pytest.raises(UserError, match=r"^cannot push to user/name: .*hf auth login") as caught:
-        push_folder(exported, "user/name", private=False, message="m")
+        push_model(exported, "user/name", private=False, message="m")
     assert "\n" not in str(caught.value) and str(status) in str(caught.value)
 
 
@@ -203,7 +203,7 @@ def test_silent_hub_times_out(exported, hub, monkeypatch, caplog):
     assert caplog.messages == [f"hub: not pushed: it did not finish within 2 s. {again}"]
     monkeypatch.setattr(hub_module, "RESPONSE_TIMEOUT_SECONDS", 0.2)
     with pytest.raises(UserError, match=r"cannot push to user/name: .*timed? ?out"):
-        push_folder(exported, "user/name", private=False, message="m")
+        push_model(exported, "user/name", private=False, message="m")
 
 
 def test_only_exported_files_are_pushed(exported, hub, tmp_path, caplog):
@@ -213,7 +213,7 @@ def test_only_exported_files_are_pushed(exported, hub, tmp_path, caplog):
     for name in ("model-secret.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.bak"):
         (exported / name).write_bytes(b"of another model")
     (exported / "checkpoints").mkdir()
-    push_folder(exported, "user/name", private=False, message="m", format="golf")
+    push_model(exported, "user/name", private=False, message="m", format="golf")
     assert set(hub.repositories["user/name"].files) == before
     assert caplog.messages == [
         "hub: not pushed, because an export does not write it: '.env', 'checkpoints',"
@@ -222,7 +222,7 @@ def test_only_exported_files_are_pushed(exported, hub, tmp_path, caplog):
     (tmp_path / "private").write_text("what nobody should read")
     (exported / "vocab.json").symlink_to(tmp_path / "private")
     with pytest.raises(UserError, match=r"vocab.json is not a file that an export wrote, so nothing was pushed"):
-        push_folder(exported, "user/other", private=False, message="m")
+        push_model(exported, "user/other", private=False, message="m")
     assert "user/other" not in hub.repositories
 
 
@@ -230,7 +230,7 @@ def test_only_exported_files_are_pushed(exported, hub, tmp_path, caplog):
 def test_a_folder_without_card_or_weights_is_refused_before_anything_is_created(exported, hub, name):
     (exported / name).unlink()
     with pytest.raises(UserError, match=f"has no {name}, so nothing was pushed; export the model again"):
-        push_folder(exported, "user/name", private=False, message="m", format="golf")
+        push_model(exported, "user/name", private=False, message="m", format="golf")
     assert hub.repositories == {}
 
 
@@ -308,7 +308,7 @@ def test_results_on_benchmarks_are_pushed_with_a_model_in_any_form(exported, hub
     (results / "gsm8k.yaml").write_text(text)
     (results / "notes.txt").write_text("mine")
     for form in ("golf", "native"):
-        push_folder(exported, f"user/{form}", private=False, message="m", format=form)
+        push_model(exported, f"user/{form}", private=False, message="m", format=form)
         files = hub.repositories[f"user/{form}"].files
         assert {name for name in files if "/" in name} == {".eval_results/gsm8k.yaml"}
         assert parse_eval_result_entries(yaml.safe_load(files[".eval_results/gsm8k.yaml"])) == [entry]
@@ -316,7 +316,7 @@ def test_results_on_benchmarks_are_pushed_with_a_model_in_any_form(exported, hub
     shutil.move(results, exported.with_name("elsewhere"))
     results.symlink_to(exported.with_name("elsewhere"))
     with pytest.raises(UserError, match="is not a file that an export wrote"):
-        push_folder(exported, "user/other", private=False, message="m")
+        push_model(exported, "user/other", private=False, message="m")
 
 
 def test_pushes_to_branches_wait_for_each_other_and_none_is_skipped(exported, hub, pushes_here, caplog):
