@@ -44,16 +44,8 @@ def main() -> None:
     arguments = parser.parse_intermixed_args()
     if rest := take_words(arguments):
         raise UserError(f"{rest[0]}: chat takes a model only; type the prompts, or pipe them in.")
-    chat(arguments.model, {name: getattr(arguments, name) for name in SAMPLING})
-
-
-def chat(name: str, settings: dict[str, Any]) -> None:
-    """Answer each line of standard input until it ends. A terminal also shows a prompt, and the speed of each answer.
-
-    name: what `find_model` takes. settings: a value for each of SAMPLING. Raises UserError if the model cannot be
-    loaded and, unless standard input is a terminal, for a line that has no answer.
-    """
-    found, settings = find_model(name), dict(settings)
+    name, settings = arguments.model, {name: getattr(arguments, name) for name in SAMPLING}
+    found = find_model(name)
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     if is_terminal:
         print(f"{found}\nType the start of a text, or a message to a chat model. /help lists the settings.")

@@ -28,12 +28,12 @@ def main() -> Answer:
 
 def _figures(run: Path) -> dict[str, Any]:
     findings, metrics = examine(run)
-    epochs = metrics.rows[-1].get("epoch") if metrics.rows else None
+    last = (metrics.rows or metrics.events)[-1]
     return {
-        "steps": metrics.rows[-1]["step"] if metrics.rows else metrics.events[-1]["step"],
+        "steps": last["step"],
         "is_sampled": metrics.is_sampled,
         "verdict": count_of(len(findings), "finding") if findings else _well(metrics),
-        "better": None if findings else advice(run, epochs),
+        "better": None if findings else advice(run, last.get("epoch")),
         "findings": [
             dataclasses.asdict(finding)
             | {"options": finding.options, "find_lr": finding.find_lr(RunFolder(run).config)}

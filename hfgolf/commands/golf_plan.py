@@ -48,19 +48,16 @@ def main() -> Answer:
         if getattr(arguments, name) != parser.get_default(name):
             raise UserError(f"--{name}: only with --minutes; it says how many tokens a machine reads in them.")
     vocabularies = _parse_vocabularies(arguments.bytes_per_token) if arguments.bytes_per_token else BYTES_PER_TOKEN
-    speed = None
+    flops, speed = 0.0, None
     if arguments.minutes:
         from hfgolf.commands.needs import ASSUMED_MFU, machine_with, this_machine
 
-        processes, mfu = arguments.processes, arguments.mfu or ASSUMED_MFU
-        device = arguments.device
+        device, processes, mfu = arguments.device, arguments.processes, arguments.mfu or ASSUMED_MFU
         machine = machine_with(device, None, processes)[0] if device else this_machine("bf16", processes)
-        speed = machine.assumed(mfu)
+        flops, speed = 60 * arguments.minutes * mfu * machine.peak_flops, machine.assumed(mfu)
 
     def tokens(shape: Shape) -> float:
-        if speed is None:
-            return float(arguments.tokens)
-        return 60 * arguments.minutes * mfu * machine.peak_flops / shape.flops_per_token(arguments.sequence_length)
+        return float(arguments.tokens or flops / shape.flops_per_token(arguments.sequence_length))
 
     def best(more_bytes: float, more_training: float) -> list[Candidate]:
         num_bytes = int(more_bytes * arguments.budget_bytes)
