@@ -288,36 +288,19 @@ def what_bounds(profile: Profile, kinds: dict[str, float], mfu: float, is_compil
 
     kinds: fractions by kind of work, from uncompiled steps. mfu: MFU of the step without the profiler.
     """
-    shares, overhead = profile.shares, profile.overhead_share
+    shares, overhead, head = profile.shares, profile.overhead_share, kinds["head and loss"]
     larger = f"try a larger batch.micro_batch_size{'' if is_compiled else ' or train.compile true'}."
     many_small = f"call overhead, in Python and in operations under {SMALL_OPERATION_US:.0f} us; {larger}"
+    sooner = "try data.in_memory true or more data.num_workers."
+    fewer = "try a larger batch.tokens_per_step, or with Muon optim.muon_every_steps 2."
+    less_work = "only a smaller model, fewer tokens or a faster machine makes it faster."
     cases = (  # share, threshold, what it means, what to try
-        (
-            shares["data"],
-            DATA_BOUND,
-            "The step waits for data {} of its time",
-            "try data.in_memory true or more data.num_workers.",
-        ),
+        (shares["data"], DATA_BOUND, "The step waits for data {} of its time", sooner),
         (shares.get("idle", 0.0), GPU_IDLE, "The GPU waits {} of the time for what launches its work", larger),
         (overhead, OVERHEAD_BOUND, "Many small operations bound the step: {} of its computing time", many_small),
-        (
-            shares["optimizer"],
-            OPTIMIZER_HEAVY,
-            "The optimizer takes {} of the step",
-            "try a larger batch.tokens_per_step, or with Muon optim.muon_every_steps 2.",
-        ),
-        (
-            kinds["head and loss"],
-            HEAD_HEAVY,
-            "Head and loss take {} of the computing time",
-            "try a smaller tokenizer.vocab_size.",
-        ),
-        (
-            mfu,
-            NEAR_PEAK,
-            "Matrix products near the machine's limit bound the step: MFU {}",
-            "only a smaller model, fewer tokens or a faster machine makes it faster.",
-        ),
+        (shares["optimizer"], OPTIMIZER_HEAVY, "The optimizer takes {} of the step", fewer),
+        (head, HEAD_HEAVY, "Head and loss take {} of the computing time", "try a smaller tokenizer.vocab_size."),
+        (mfu, NEAR_PEAK, "Matrix products near the machine's limit bound the step: MFU {}", less_work),
     )
     for share, threshold, meaning, advice in cases:
         if share > threshold:
