@@ -53,7 +53,13 @@ def with_rows(change: Callable[[list[dict[str, Any]]], object]) -> Callable[[Pat
 
 
 def with_column(step: int, column: str, change: Callable[[Any], Any]) -> Callable[[Path], None]:
-    return with_rows(lambda rows: rows[step - 1].update({column: change(rows[step - 1][column])}))
+    """Return a function that changes a value of a row, or the first of its list."""
+
+    def in_rows(rows: list[dict[str, Any]]) -> None:
+        value = rows[step - 1][column]
+        rows[step - 1][column] = [change(value[0])] if isinstance(value, list) else change(value)
+
+    return with_rows(in_rows)
 
 
 def with_weight(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Path], None]:
@@ -95,56 +101,26 @@ def halve_a_moment(optimizer: dict[str, Any]) -> None:
     next(tensor for state in optimizer["state"].values() for tensor in state.values() if tensor.ndim == 2).mul_(0.5)
 
 
+LOSS, VALIDATION, WEIGHT = "training losses", "validation losses", "weights (model.embed_tokens.weight)"
+RANDOM = "random states 0 (torch_manual_seed)"
 CHANGES: dict[str, tuple[Callable[[Path], None], str, bool]] = {
     # what was done: (how, the verdict's words, whether several processes and GPUs may do it)
-    "a loss, by its last digit": (
-        with_column(4, "train_losses", lambda losses: [math.nextafter(losses[0], 9)]),
-        "at step 4: training losses",
-        True,
-    ),
-    "a loss, by 1e-4": (
-        with_column(4, "train_losses", lambda losses: [losses[0] * 1.0001]),
-        "at step 4: training losses",
-        False,
-    ),
-    "a loss that is not finite": (
-        with_column(4, "train_losses", lambda losses: [None]),
-        "at step 4: training losses",
-        False,
-    ),
-    "a sample": (with_column(2, "sample_hashes", lambda hashes: ["0" * 16]), "at step 2: sample ids", False),
-    "a validation loss": (with_column(4, "val_loss", lambda loss: loss * 1.001), "at step 4: validation losses", False),
-    "a validation loss of the averages": (
-        with_column(4, "val_loss_ema", lambda loss: loss * 1.001),
-        "at step 4: validation losses",
-        False,
-    ),
-    "a row that is missing": (with_rows(lambda rows: rows.pop(4)), "at step 5: sample ids, training losses", False),
-    "a row that is there twice": (with_rows(lambda rows: rows.insert(4, rows[4])), "at step 5: sample ids", False),
-    "a gradient norm": (
-        with_column(3, "grad_norms", lambda norms: [norms[0] * 1.001]),
-        "at step 3: gradient norms",
-        True,
-    ),
-    "a weight's sign": (
-        with_weight(lambda weight: -weight),
-        "at step 6: weights (model.embed_tokens.weight)",
-        False,
-    ),
-    "a weight's last bit": (
-        with_weight(lambda weight: torch.nextafter(weight, torch.tensor(9.0))),
-        "at step 6: weights (model.embed_tokens.weight)",
-        True,
-    ),
-    "the optimizer": (with_pickle("optimizer.bin", halve_a_moment), "at step 6: optimizer (state.", False),
-    "the averages": (lambda folder: (folder / LATEST / "ema.safetensors").unlink(), "at step 6: averaged", False),
-    "the random state": (
-        with_pickle("random_states_0.pkl", flip_a_random_byte),
-        "at step 6: random states 0 (torch_manual_seed)",
-        False,
-    ),
-    "the step": (with_state(step=5), "at step 6: train state (step)", False),
-    "the blocks excluded": (with_state(excluded_blocks=[[3, 5]]), "at step 6: train state (excluded_blocks.0.0", False),
+    "a loss, by a bit": (with_column(4, "train_losses", lambda loss: math.nextafter(loss, 9)), f"4: {LOSS}", True),
+    "a loss, by 1e-4": (with_column(4, "train_losses", lambda loss: loss * 1.0001), f"4: {LOSS}", False),
+    "a loss that is not finite": (with_column(4, "train_losses", lambda loss: None), f"4: {LOSS}", False),
+    "a sample": (with_column(2, "sample_hashes", lambda sample: "0" * 16), "2: sample ids", False),
+    "a validation loss": (with_column(4, "val_loss", lambda loss: loss * 1.001), f"4: {VALIDATION}", False),
+    "that of the averages": (with_column(4, "val_loss_ema", lambda loss: loss * 1.001), f"4: {VALIDATION}", False),
+    "a row that is missing": (with_rows(lambda rows: rows.pop(4)), f"5: sample ids, {LOSS}", False),
+    "a row that is there twice": (with_rows(lambda rows: rows.insert(4, rows[4])), "5: sample ids", False),
+    "a gradient norm": (with_column(3, "grad_norms", lambda norm: norm * 1.001), "3: gradient norms", True),
+    "a weight's sign": (with_weight(lambda weight: -weight), f"6: {WEIGHT}", False),
+    "a weight, by a bit": (with_weight(lambda weight: weight.nextafter(torch.tensor(9.0))), f"6: {WEIGHT}", True),
+    "the optimizer": (with_pickle("optimizer.bin", halve_a_moment), "6: optimizer (state.", False),
+    "the averages": (lambda folder: (folder / LATEST / "ema.safetensors").unlink(), "6: averaged", False),
+    "the random state": (with_pickle("random_states_0.pkl", flip_a_random_byte), f"6: {RANDOM}", False),
+    "the step": (with_state(step=5), "6: train state (step)", False),
+    "the blocks excluded": (with_state(excluded_blocks=[[3, 5]]), "6: train state (excluded_blocks.0.0", False),
 }
 
 
@@ -157,18 +133,19 @@ def test_every_difference_is_found(shared_run, tmp_path):
     with_pickle("random_states_0.pkl", lambda states: states.update(step=99))(same)
     with_column(2, "tokens_per_second", lambda speed: speed * 2)(same)
     assert judge(straight, same) == judge(straight, same, is_exact=False) == (True, "bitwise identical")
-    with_column(2, "sample_hashes", lambda hashes: ["0" * 16])(same)
+    with_column(2, "sample_hashes", lambda sample: "0" * 16)(same)
     lines = diff_table(diff_runs(evidence(RunFolder(straight)), evidence(RunFolder(same)))).splitlines()
     assert any(line.startswith("sample ids") and line.endswith("no: 1 differ, not comparable") for line in lines)
     for number, (what, (change, words, is_tolerated)) in enumerate(CHANGES.items()):
         changed = tmp_path / str(number)
         shutil.copytree(straight, changed, symlinks=True)
         change(changed)
+        words = f"DIFFERENT at step {words}"
         is_equal, text = judge(straight, changed)
-        assert not is_equal and text.startswith(f"DIFFERENT {words}"), f"{what}: {text}"
+        assert not is_equal and text.startswith(words), f"{what}: {text}"
         is_equal, text = judge(straight, changed, is_exact=False)
         assert is_equal == is_tolerated, f"{what}: {text}"
-        assert text.startswith("equal within 1e-05" if is_tolerated else f"DIFFERENT {words}"), f"{what}: {text}"
+        assert text.startswith("equal within 1e-05" if is_tolerated else words), f"{what}: {text}"
 
 
 @pytest.mark.parametrize(
