@@ -130,8 +130,7 @@ def test_the_oldest_messages_of_a_long_conversation_are_forgotten(save, chat):
 
 
 @pytest.mark.parametrize(
-    ("text", "pieces"),
-    [("aä€b".encode(), ["a", "ä", "€", "b"]), (b"a\xe2\x82b\xff", ["a", "\ufffdb", "\ufffd"])],
+    ("text", "pieces"), [("aä€b".encode(), ["a", "ä", "€", "b"]), (b"a\xe2\x82b\xff", ["a", "\ufffdb", "\ufffd"])]
 )
 def test_streamed_text_has_no_half_characters(text, pieces):
     written: list[str] = []

@@ -240,9 +240,7 @@ def test_sweep_without_gain_is_rejected():
 
 def test_short_sweep_is_rejected_unless_it_diverged():
     rising = sweep(best=1.0)
+    rising = dataclasses.replace(rising, losses=[rest - i for i, rest in enumerate(rising.losses_at_rest)])
     with pytest.raises(UserError, match=r"the highest learning rate, 1, is the best; raise --highest"):
-        suggest(dataclasses.replace(rising, losses=[rest - i for i, rest in enumerate(rising.losses_at_rest)]))
-    abrupt = dataclasses.replace(
-        rising, losses=[rest - i for i, rest in enumerate(rising.losses_at_rest)], has_diverged=True
-    )
-    assert 0.5 < suggest(abrupt) < 1
+        suggest(rising)
+    assert 0.5 < suggest(dataclasses.replace(rising, has_diverged=True)) < 1

@@ -60,10 +60,7 @@ def test_shows_the_decay_of_a_cosine(show):
 def test_shown_rates_match_a_real_run(show, run, tiny_run):
     """Compared with the learning rates in metrics.jsonl of a run whose length depends on the text."""
     options = tiny_run(
-        train__max_steps="null",
-        train__max_epochs=0.08,
-        train__eval_every_steps=100,
-        schedule__warmup_steps=3,
+        train__max_steps="null", train__max_epochs=0.08, train__eval_every_steps=100, schedule__warmup_steps=3
     )
     shown = cells(show(*options))
     rows = read_rows(run(options) / "metrics.jsonl")

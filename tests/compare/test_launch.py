@@ -110,11 +110,7 @@ def test_completed_runs_are_skipped(planned, train_script, run, caplog):
     with pytest.raises(
         UserError, match=r"b-seed1 holds a run with another config \(optim.learning_rate 0.01 -> 0.03\)"
     ):
-        run_missing(
-            planned(arms={"a": {}, "b": {"optim.learning_rate": 0.03}}, seeds=[1]),
-            1,
-            train_script(NEVER),
-        )
+        run_missing(planned(arms={"a": {}, "b": {"optim.learning_rate": 0.03}}, seeds=[1]), 1, train_script(NEVER))
 
 
 def test_stopping_the_comparison_saves_and_stops_its_runs(planned, train_script, tmp_path, capsys):

@@ -8,13 +8,7 @@ import sys
 
 import pytest
 
-from hfgolf.compare.statistics import (
-    Point,
-    arm_results,
-    best_of_grid,
-    first_reach,
-    paired_difference,
-)
+from hfgolf.compare.statistics import Point, arm_results, best_of_grid, first_reach, paired_difference
 from hfgolf.system.errors import UserError
 
 
@@ -41,8 +35,7 @@ def test_paired_difference_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("differences", "p_value"),
-    [([0.5], None), ([0.0, 0.0], 1.0), ([0.5, 0.5, 0.5], 0.0), ([1.0, -1.0], 1.0)],
+    ("differences", "p_value"), [([0.5], None), ([0.0, 0.0], 1.0), ([0.5, 0.5, 0.5], 0.0), ([1.0, -1.0], 1.0)]
 )
 def test_p_value_edge_cases(differences, p_value):
     difference = paired_difference(dict(enumerate(differences)), dict.fromkeys(range(9), 0.0))

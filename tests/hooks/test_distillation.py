@@ -91,14 +91,8 @@ def test_many_chunks_lose_no_precision_in_bf16():
 
 
 def test_the_command_repeats_the_first_run_and_resumes_to_the_bit(hfgolf, teachers, tmp_path, monkeypatch):
-    command = [
-        "train",
-        "--distill_from",
-        *teachers,
-        f"--run.output_dir={tmp_path}",
-        "--train.resume=auto",
-        "--train.save_every_steps=2",
-    ]
+    resumable = [f"--run.output_dir={tmp_path}", "--train.resume=auto", "--train.save_every_steps=2"]
+    command = ["train", "--distill_from", *teachers, *resumable]
     said = hfgolf(*command, "--run.name=whole")
     assert said.status == 0 and "50% of the loss is what they say" in said.out
     whole = RunFolder(tmp_path / "whole")
@@ -135,14 +129,8 @@ def test_a_run_that_read_its_text_often_says_that_it_can_teach(hfgolf, teachers,
 
 def test_a_resume_needs_the_models_that_the_run_began_with(hfgolf, teachers, tmp_path, monkeypatch):
     teacher, other = (Path(shutil.copytree(path, tmp_path / path.name, symlinks=True)) for path in teachers)
-    command = [
-        "train",
-        "--distill_from",
-        teacher,
-        f"--run.output_dir={tmp_path}",
-        "--train.resume=auto",
-        "--run.name=student",
-    ]
+    resumable = [f"--run.output_dir={tmp_path}", "--train.resume=auto", "--run.name=student"]
+    command = ["train", "--distill_from", teacher, *resumable]
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", before_step({3: lambda run: signal.raise_signal(signal.SIGTERM)}))
         assert hfgolf(*command).status == 128 + signal.SIGTERM
@@ -194,10 +182,7 @@ def test_teachers_do_not_break_a_compiled_run(run, tiny_run, teachers, graphs):
 
 @pytest.mark.distributed
 def test_two_processes_learn_as_one(run, tiny_run, teachers, tmp_path):
-    options: dict[str, Any] = {
-        "train__distill_from": as_option(teachers),
-        "batch__micro_batch_size": 4,
-    }
+    options: dict[str, Any] = {"train__distill_from": as_option(teachers), "batch__micro_batch_size": 4}
     one = run(tiny_run(**options, run__name="one"))
     train_on_two(tiny_run(**options, run__name="two"), tmp_path / "output")
     assert losses(one.with_name("two")) == pytest.approx(losses(one), rel=1e-4)
@@ -205,14 +190,8 @@ def test_two_processes_learn_as_one(run, tiny_run, teachers, tmp_path):
 
 def test_a_rollback_keeps_one_loss(run, tiny_run, teachers, spoil_gradients):
     spoiled = spoil_gradients(lambda step: step == 4)
-    run(
-        tiny_run(
-            train__distill_from=as_option(teachers),
-            train__max_skipped_steps=1,
-            train__max_steps=8,
-            train__save_every_steps=2,
-        )
-    )
+    options = {"train__max_skipped_steps": 1, "train__max_steps": 8, "train__save_every_steps": 2}
+    run(tiny_run(train__distill_from=as_option(teachers), **options))
     (finished,) = spoiled
     loss = finished.raw_model.cross_entropy
     assert finished.state.rollbacks and not isinstance(loss.plain, DistillationLoss)
