@@ -107,15 +107,9 @@ def evaluate_text(options: EvaluationOptions) -> Answer | None:
         if options.per_document:
             plan, num_bytes = plan_documents(tokens.val, tokens.tokenizer, length)
         else:
-            plan, num_bytes = plan_evaluation(
-                tokens.val,
-                tokens.tokenizer,
-                options.evaluation,
-                length,
-                stride,
-                drop_tail=options.drop_tail,
-                skip_separators=options.skip_separators,
-            )
+            unscored = {"drop_tail": options.drop_tail, "skip_separators": options.skip_separators}
+            mode = options.evaluation
+            plan, num_bytes = plan_evaluation(tokens.val, tokens.tokenizer, mode, length, stride, **unscored)
         certificate = None
         if options.certificate is not None:
             certificate = certify(corpus, tokens, plan, searched="training" if options.train_files else None)

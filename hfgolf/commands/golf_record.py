@@ -139,12 +139,8 @@ def judge(
         raise UserError("--reference_runs: they were scored on another text; evaluate all runs on one text.")
     nats_per_bit = math.log(2) * num_bytes / num_tokens  # of a token, for a bit per byte
     counted = [score for score in scores if score.name not in left_out]
-    test = welch_test(
-        [score.bits_per_byte for score in counted],
-        [score.bits_per_byte for score in references],
-        margin_nats / nats_per_bit,
-        significance,
-    )
+    bits, of_reference = ([score.bits_per_byte for score in part] for part in (counted, references))
+    test = welch_test(bits, of_reference, margin_nats / nats_per_bit, significance)
 
     def with_nats(score: Score) -> dict[str, Any]:
         return asdict(score) | {"nats_per_token": nats_per_bit * score.bits_per_byte}

@@ -48,15 +48,7 @@ def main() -> Answer:
 
         require_paths(resolved.config.data)
 
-    from hfgolf.commands.needs import (
-        affordable_steps,
-        assumed_speed,
-        count_tokens,
-        find_needs,
-        meta_model,
-        milestone_steps,
-        run_length,
-    )
+    from hfgolf.commands import needs
     from hfgolf.measure.memory import fragmented_bytes
     from hfgolf.train.autopilot import choose
     from hfgolf.train.console import show_log
@@ -78,34 +70,34 @@ def main() -> Answer:
         config = config.replace(**chosen.values)
     price, minutes = config.run.price_per_hour, config.train.max_minutes
     with named_by_weights(resolved):
-        data = count_tokens(config)
-    needs = find_needs(config, meta_model(config, data.vocabulary, machine.device), machine)
+        data = needs.count_tokens(config)
+    needed = needs.find_needs(config, needs.meta_model(config, data.vocabulary, machine.device), machine)
     recomputes, teachers = config.model.gradient_checkpointing, len(config.train.distill_from)
-    assumed = assumed_speed(needs.flops, machine, recomputes, teachers)
+    assumed = needs.assumed_speed(needed.flops, machine, recomputes, teachers)
     speed = options.tokens_per_second or (chosen.tokens_per_second if chosen else assumed)
     source = "stated" if options.tokens_per_second else "timed" if chosen else machine.assumed()
     steps, note = planned_steps(config, data, speed)
-    length = None if steps is None else run_length(config, data, speed, steps, price)
+    length = None if steps is None else needs.run_length(config, data, speed, steps, price)
     affordable = None
     if minutes is not None and resolved.sources["train.max_minutes"] == "command line":
-        if needs.largest_micro_batch is None:
-            raise UserError(f"train.max_minutes: {needs.problem}")
-        steps = affordable_steps(config, data, speed, 60 * minutes)
-        affordable = run_length(config, data, speed, steps, price)
+        if needed.largest_micro_batch is None:
+            raise UserError(f"train.max_minutes: {needed.problem}")
+        steps = needs.affordable_steps(config, data, speed, 60 * minutes)
+        affordable = needs.run_length(config, data, speed, steps, price)
         length = affordable if length and note else length  # if the minutes end the run, they say how long it is
-    milestones = milestone_steps(config, data)
+    milestones = needs.milestone_steps(config, data)
     parts: dict[str, Any] = {"data": data, "machine": machine, "length": length, "budget": affordable}
     numbers: dict[str, Any] = {"run": config.run.name, "precision": config.train.mixed_precision}
-    numbers |= dataclasses.asdict(needs) | {"fits": needs.fits}
-    numbers["fragmented_bytes"] = fragmented_bytes(needs.memory) if machine.device == "cpu" else 0
+    numbers |= dataclasses.asdict(needed) | {"fits": needed.fits}
+    numbers["fragmented_bytes"] = fragmented_bytes(needed.memory) if machine.device == "cpu" else 0
     numbers |= {name: part and dataclasses.asdict(part) for name, part in parts.items()}  # None: unknown
     numbers["note"] = note or None
     numbers["milestones"] = milestones
     numbers["chosen"] = chosen and chosen.values
     numbers["speed"] = {"tokens_per_second": speed, "source": source}
     lines = [*chosen.lines, ""] if chosen else []
-    lines += [*describe_needs(config, needs, data, machine), f"speed: {speed:,.0f} tokens/s ({source})"]
-    lines += describe_length(length, sum(needs.parameters.values()), price, note)
+    lines += [*describe_needs(config, needed, data, machine), f"speed: {speed:,.0f} tokens/s ({source})"]
+    lines += describe_length(length, sum(needed.parameters.values()), price, note)
     if milestones:
         last = math.inf if length is None else length.steps
         lines += ["milestones:", *columns((name, describe_due(step, last)) for name, step in milestones.items())]
