@@ -88,13 +88,8 @@ def test_baseline_may_be_the_best_of_a_grid(experiment, outcomes):
 def test_one_seed_gives_no_verdict(experiment, outcomes):
     single = {arm: {1: runs[1]} for arm, runs in outcomes.items()}
     page = to_markdown(compare_experiment(experiment, "", single, {}))
-    assert row(page, "muon[learning_rate=0.02]")[1:6] == [
-        "",
-        "1.5000 to 1.5000",
-        "-0.5000",
-        "",
-        "one seed: cannot tell",
-    ]
+    cells = row(page, "muon[learning_rate=0.02]")
+    assert cells[1:6] == ["", "1.5000 to 1.5000", "-0.5000", "", "one seed: cannot tell"]
     assert "t-test" not in page
 
 
