@@ -212,11 +212,7 @@ def test_weights_that_exist_read_no_segments_unless_it_is_said(tmp_path):
         ("{files: [a.txt, b.txt]}", [], "files"),
         ("{source: python_stdlib}", ["--data.files", "a.txt"], "files"),
         ("{source: hub, hub_name: a/b}", ["--data.files", "a.txt"], "files"),
-        (
-            "{source: shards, files: a.bin, val_files: b.bin}",
-            ["--tokenizer.kind", "byte", "--data.files", "c.bin"],
-            "shards",
-        ),
+        ("{source: shards, files: a.bin, val_files: b.bin}", ["--tokenizer.kind=byte", "--data.files=c.bin"], "shards"),
         ("{source: python_stdlib}", ["--data.files=[]"], "python_stdlib"),
         ("{hub_name: a/b}", [], "hub"),
         ("{files: a.txt}", ["--data.hub_name", "a/b", "--data.files=[]"], "hub"),
@@ -271,10 +267,7 @@ def test_the_name_of_a_tokenizer_implies_its_kind(limit):
         (["evaluate", "m", "nowhere.txt"], "--files: no file matches 'nowhere.txt'"),
         (["train", "my.txt", "--minutes=ten"], "the command line: --minutes: 'ten' is not allowed"),
         (["train", "my.txt", "--minutes"], "the command line: --minutes needs a value."),
-        (
-            ["train", "my.txt", "--model.init_from=./nowhere"],
-            "model.init_from: there is no model ./nowhere; runs here: none.",
-        ),
+        (["train", "my.txt", "--model.init_from=./no"], "model.init_from: there is no model ./no; runs here: none."),
     ],
 )
 def test_what_is_wrong_is_said_before_torch_is_imported(tmp_path, arguments, said):

@@ -213,9 +213,8 @@ def test_suggestion_is_the_lowest_of_equally_good_rates():
     for bump in (65, 75):  # no matter where on the plateau the largest gain is
         gains = [min(1.0, rate / BEST) for rate in EVEN_RATES]
         gains[bump] += 0.1
-        flat = Sweep(
-            "learning_rate", EVEN_RATES, [5 - gain for gain in gains], [5.0] * len(EVEN_RATES), has_diverged=False
-        )
+        losses = [5 - gain for gain in gains]
+        flat = Sweep("learning_rate", EVEN_RATES, losses, [5.0] * len(EVEN_RATES), has_diverged=False)
         assert flat.gains.index(max(flat.gains)) == bump
         assert BEST < suggest(flat) < 4 * BEST < EVEN_RATES[bump] / 2
 

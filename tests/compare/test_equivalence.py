@@ -74,10 +74,8 @@ def test_page_says_what_is_equivalent_in_words(outcome):
         "just beyond": "not shown (p = 0.563)",
         "noise": "not shown (p = 0.499)",
     }
-    assert (
-        "- `alike`: equivalent within 0.005 nats (p < 0.001). 90 % confidence interval of the difference: -0.0011 to"
-        in page
-    )
+    interval = "90 % confidence interval of the difference: -0.0011 to"
+    assert f"- `alike`: equivalent within 0.005 nats (p < 0.001). {interval}" in page
     assert "- `unclear`: not shown to be equivalent (p = 0.158)." in page
     assert "- `apart`: not equivalent; it differs by more than 0.005 nats." in page
     assert "- `single`: one seed; it takes two or more." in page

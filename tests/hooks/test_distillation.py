@@ -111,9 +111,8 @@ def test_the_command_repeats_the_first_run_and_resumes_to_the_bit(hfgolf, teache
 
 
 def test_the_limits_of_the_first_run_are_replaced_by_its_steps_and_nothing_else(run, tiny_run):
-    folder = run(
-        tiny_run(train__max_minutes=5, train__max_skipped_steps=7, train__max_rollbacks=2, hub__private="true")
-    )
+    kept = {"train__max_skipped_steps": 7, "train__max_rollbacks": 2, "hub__private": "true"}
+    folder = run(tiny_run(train__max_minutes=5, **kept))
     config = load_config(["--distill_from", str(folder)]).config
     assert (config.train.max_steps, config.train.max_minutes) == (6, None)
     assert (config.train.max_skipped_steps, config.train.max_rollbacks, config.hub.private) == (7, 2, False)

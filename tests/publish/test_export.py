@@ -95,10 +95,8 @@ def test_old_code_in_a_folder_is_told_and_not_pushed(exported, caplog):
     (exported / "modeling_golf.py").write_text("# an older file")
     (exported / "layers_golf.py").unlink()
     load_exported(str(exported))
-    (record,) = caplog.records
-    assert (
-        record.getMessage().startswith(f"{exported} holds code of an older hfgolf") and "\n" not in record.getMessage()
-    )
+    (message,) = caplog.messages
+    assert message.startswith(f"{exported} holds code of an older hfgolf") and "\n" not in message
     pushed = with_current_code(exported_files(exported))
     assert {path.name: path.read_bytes() for path in pushed} == current
 

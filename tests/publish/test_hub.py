@@ -81,9 +81,8 @@ def test_a_push_is_native_by_default_and_needs_no_trust(exported, hub, push, pyt
     assert '["q_proj", "k_proj", "v_proj", "o_proj", "up_proj", "down_proj"]' in card and "continues prose" in card
     assert "\n\n\n" not in card and "## How good it is" in card
     example = card.split("```python\n")[1].split("```")[0]
-    loaded = python(
-        "-I", "-c", f"{example}\nprint(type(model).__name__, tokenizer('a').input_ids)", endpoint=hub.endpoint
-    )
+    program = f"{example}\nprint(type(model).__name__, tokenizer('a').input_ids)"
+    loaded = python("-I", "-c", program, endpoint=hub.endpoint)
     assert loaded.stdout == "ApertusForCausalLM [97]\n", loaded.stderr
     after = contents(exported)
     assert {name for name in before if before[name] != after[name]} == {"README.md"}
