@@ -53,9 +53,9 @@ def read_curve(rows: Sequence[dict[str, Any]], key: str, max_points: int = MAX_P
     values["smoothed"] = smooth(values.value.to_numpy(), window)
     is_thinned = len(values) > max_points
     points = values.groupby(bin_numbers(values.step.to_numpy(), max_points) if is_thinned else np.arange(len(values)))
-    means, each = points.mean(), points.value
-    lines = (means.step, means.value, each.min(), each.max(), means.smoothed)
-    return Curve(*(line.to_numpy() for line in lines), window, max(points.size(), default=1))
+    means, each = points.mean().to_numpy(), points.value
+    lowest, highest = each.min().to_numpy(), each.max().to_numpy()
+    return Curve(means[:, 0], means[:, 1], lowest, highest, means[:, 2], window, max(points.size(), default=1))
 
 
 def bin_numbers(steps: NDArray[np.float64], max_points: int = MAX_POINTS) -> NDArray[np.int64]:
