@@ -228,6 +228,7 @@ IDEAS: dict[str, tuple[dict[str, Any], Callable[[], Idea] | None]] = {
     "muon x 0.7": ({"optim.learning_rate": 0.7}, None),
     "muon x 1.4": ({"optim.learning_rate": 1.4}, None),
     "muon x 2": ({"optim.learning_rate": 2.0}, None),
+    "adamw x 0.5": ({"optim.adamw_learning_rate": 0.5}, None),
     "adamw x 0.7": ({"optim.adamw_learning_rate": 0.7}, None),
     "adamw x 1.4": ({"optim.adamw_learning_rate": 1.4}, None),
     "adamw x 2": ({"optim.adamw_learning_rate": 2.0}, None),
