@@ -118,7 +118,7 @@ def run_memory(
     trained_matrices = sum(number * outputs * inputs for (outputs, inputs), number in shapes.items())
     update = rows = 0
     if optim.name == "muon":
-        update = max((_bucket_bytes(shape, number, device) for shape, number in shapes.items()), default=0)
+        update = max((_bucket_bytes(shape, n, num_processes, device) for shape, n in shapes.items()), default=0)
         if optim.normuon_beta2 is not None:  # it keeps the mean square of each row
             rows = sum(number * outputs for (outputs, _), number in shapes.items())
     if isinstance(model, GolfForCausalLM):
@@ -140,7 +140,8 @@ def run_memory(
         )
         buckets, in_update = _gathered_bytes(parameters, matrices, model.config.num_hidden_layers), 0
         if optim.name == "muon":  # whole directions and updates, and the directions' shards
-            update += 8 * trained_matrices + math.ceil(4 * trained_matrices / num_processes) + 4 * rows
+            # two copies of the directions: torch's fake process group keeps them, gloo does not
+            update += 12 * trained_matrices + math.ceil(4 * trained_matrices / num_processes) + 4 * rows
     in_pass = passes.peak + buckets
     if micro_batch_size * num_processes < config.batch.sequences_per_step:  # earlier micro-batches
         in_pass += gradients
@@ -339,16 +340,19 @@ def _chunk_bytes(model: GolfConfig, tokens: int, half: bool, device: str, max_el
     return 2 * head + max(logits, 6 * rows * model.vocab_size + summand * head)
 
 
-def _bucket_bytes(shape: tuple[int, int], number: int, device: str) -> int:
+def _bucket_bytes(shape: tuple[int, int], number: int, ranks: int, device: str) -> int:
     """Return the memory of Newton-Schulz for so many matrices of a shape, or for as many as a bucket takes.
 
-    Per element: 4 bytes for the direction, and in the matmul dtype the matrix and two iterates; and three Gram matrices
-    of the short side.
+    Per element of a rank's share: 4 bytes for the direction, and in the matmul dtype the matrix and two iterates; and
+    three Gram matrices of the short side. Then only direction and result are left, and the results of all ranks.
     """
     product_bytes = 4 if device == "cpu" else 2
     short, long = sorted(shape)
     in_bucket = max(1, MAX_BUCKET_ELEMENTS.get(device, DEFAULT_MAX_BUCKET_ELEMENTS) // (short * long))
-    return min(number, in_bucket) * short * (long * (4 + 3 * product_bytes) + short * 3 * product_bytes)
+    share = min(math.ceil(number / ranks), in_bucket)
+    iterations = short * (long * (4 + 3 * product_bytes) + short * 3 * product_bytes)
+    gathered = short * long * (4 + (1 + ranks) * product_bytes) if ranks > 1 else 0
+    return share * max(iterations, gathered)
 
 
 def expected_bytes(memory: TrainingMemory, device: torch.device) -> int:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from architectures import VOCABULARY, tiny_config, tiny_model
 from tiny_golf import MODELS
+from torch import distributed
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hfgolf.commands.needs import Machine, find_needs, meta_model
 from hfgolf.config.sections import BatchSection, ModelSection, OptimSection, RunConfig, TrainSection
@@ -175,8 +177,12 @@ def test_a_plan_counts_the_chunks_that_the_card_will_have():
     assert large - small == pytest.approx(12 * 2**28, rel=1e-3)  # 12 bytes per logit; 2**29 logits, not 2**28
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("options", [{}, {"activation": "swiglu"}, {"intermediate_size": 128}])
-def test_update_memory_matches_orthogonalization(options):
+def test_update_memory_matches_orthogonalization(request, options, ranks):
+    if ranks > 1:
+        distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        request.addfinalizer(distributed.destroy_process_group)
     golf = GolfConfig(vocab_size=300, hidden_size=128, num_hidden_layers=6, **options)
     model = GolfForCausalLM(golf)
     optimizer = build_optimizer(model, OptimSection(newton_schulz_dtype="fp32"))
@@ -189,7 +195,7 @@ def test_update_memory_matches_orthogonalization(options):
     before = alive.now
     with alive:
         optimizer.step()
-    assert predict(golf, device="cpu").update == pytest.approx(alive.peak - before, rel=0.01)
+    assert predict(golf, device="cpu", processes=ranks).update == pytest.approx(alive.peak - before, rel=0.01)
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "adamw", "sgd"])
