@@ -84,7 +84,7 @@ def other_config_on_second_rank() -> None:
 FAILING = {
     "tokens": (setup, "load_tokens"),
     "build": (setup, "build_optimizer"),
-    "start": (setup, "describe_attention"),
+    "start": (setup, "describe_validation"),
     "step": (loop, "accumulate_gradients"),
 }
 NO_DISK = UserError("data: the disk of this machine is gone.")
