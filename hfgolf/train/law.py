@@ -93,9 +93,8 @@ def rates_of(width: int, is_averaged: bool = False) -> tuple[float, float]:
 
     is_averaged: whether the model has the average of its weights, which evens out the noise of higher rates.
 
-    From benchmarks/law/rates.jsonl: after 300 steps, the best of Muon's fell from 0.04 to 0.02 between widths of 64 and
-    256, and the best of AdamW's, which the embedding has, from 0.04 to 0.01. After 1,000 steps, they were 0.02 to 0.03
-    and 0.02 at a width of 128. With averages, 1.4 times as high ones are better (docs/experiments.md).
+    They are the best, or not far from it, of grids at three widths (docs/experiments.md, "Find a learning rate"), after
+    300 steps. With averages, 1.4 times as high ones are better ("Let the minutes decide").
     """
     factor = 1.4 if is_averaged else 1.0
     return factor * 0.02 * math.sqrt(256 / width), factor * 0.01 * 256 / width
